@@ -1,0 +1,5 @@
+"""`python -m cskv_cli`."""
+
+from cskv_cli.app import main
+
+main()

@@ -1,0 +1,44 @@
+"""The Typer app: verbs only, so that `--help` imports no torch."""
+
+from typing import Annotated
+
+import typer
+
+from cskv_cli import __version__
+from cskv_cli.commands import analyze, calibrate, compress, eval, export, init, recipes, status  # noqa: A004
+
+app = typer.Typer(
+    name="cskv",
+    help="Shrink the KV cache of a Hugging Face causal language model (CSKV, arXiv 2409.10593).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("analyze")(analyze.analyze)
+app.command("compress")(compress.compress)
+app.command("eval")(eval.evaluate)
+app.command("calibrate")(calibrate.calibrate)
+app.command("init")(init.init)
+app.command("export")(export.export)
+app.command("status")(status.status)
+app.add_typer(recipes.app, name="recipes")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cskv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _callback(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The `cskv` command."""
+    app()

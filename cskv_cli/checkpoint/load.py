@@ -1,0 +1,80 @@
+"""Loading an exported checkpoint with this package's own modeling code."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from cskv_cli.checkpoint.probe import model_class
+from cskv_cli.errors import CskvError
+from cskv_cli.layout import Layout
+from cskv_cli.memory import Shape
+
+
+def find_checkpoint(name: str) -> Path:
+    """A folder, or the Hub id of an exported checkpoint, as a local folder.
+
+    Raises:
+        CskvError: there is none, or it is not an export of cskv.
+    """
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").exists():
+        folder = _download(name, folder)
+    config = AutoConfig.from_pretrained(folder)
+    if not hasattr(config, "cskv"):
+        raise CskvError(
+            f"{name} is not a CSKV checkpoint: its config.json has no cskv block", "run: cskv compress MODEL"
+        )
+    return folder
+
+
+def _download(name: str, folder: Path) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise CskvError(f"no checkpoint in {name}: there is no config.json", "run: cskv export")
+    try:
+        return Path(snapshot_download(name))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CskvError(f"no folder {name}, and no such model on the Hub ({reason})", "run: cskv export") from error
+
+
+def load_checkpoint(folder: Path, device: str, dtype: torch.dtype | str) -> PreTrainedModel:
+    """The CSKV model in `folder`, ready to score.
+
+    Raises:
+        CskvError: factors are missing from its weights.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    model, report = model_class(config).from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    if report["missing_keys"]:
+        raise CskvError(f"{folder} lacks the weights {sorted(report['missing_keys'])[:3]}", "export it again")
+    return model.to(device).eval()
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`.
+
+    Raises:
+        CskvError: there is none that works.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CskvError(
+            f"{folder} has no usable tokenizer: {reason}", "text cannot be tokenized without one"
+        ) from error
+
+
+def layout_of(model: PreTrainedModel) -> Layout:
+    """The layout in a checkpoint's config."""
+    return Layout(**model.config.cskv)
+
+
+def shape_of(model: PreTrainedModel) -> Shape:
+    """What the base caches per token and layer."""
+    attention = model.model.layers[layout_of(model).layers[0]].self_attn
+    return Shape(model.config.num_key_value_heads * attention.head_dim, model.dtype.itemsize)

@@ -1,0 +1,146 @@
+"""Writing an exported checkpoint: the base's own files, one more shard with the factors, and the modeling files."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from cskv_cli import factors, modeling
+from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.layers import in_memory, kv_projections, load_by_layer
+from cskv_cli.checkpoint.probe import empty_model, model_class
+from cskv_cli.layout import Layout
+from cskv_cli.progress import Progress
+from cskv_cli.run import write_json
+
+ENTRY = "modeling_cskv"
+INDEX = "model.safetensors.index.json"
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot"}
+_REPLACED = {"config.json", "README.md", INDEX, "pytorch_model.bin.index.json", "tf_model.h5.index.json"}
+
+
+def modeling_files() -> list[Path]:
+    """The files of `cskv_cli/modeling` that travel with a checkpoint."""
+    return sorted(p for p in Path(modeling.__file__).parent.glob("*.py") if p.name != "__init__.py")
+
+
+def write_checkpoint(
+    folder: Path,
+    base: BaseModel,
+    layout: Layout,
+    factors_folder: Path,
+    dtype: torch.dtype,
+    offload: str,
+    progress: Progress,
+) -> None:
+    """Fill `folder` with everything but the model card.
+
+    Args:
+        dtype: precision of the exported weights; the base's shards are copied byte for byte if it is theirs.
+        offload: an empty folder to work in.
+    """
+    config = config_json(base, layout, dtype)
+    write_json(folder / "config.json", config)
+    _copy_extras(base.folder, folder)
+    for path in modeling_files():
+        shutil.copyfile(path, folder / path.name)
+    _write_shards(folder, base, _factor_tensors(base, layout, factors_folder, dtype, offload), dtype, progress)
+
+
+def config_json(base: BaseModel, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    """The base's own config.json with the CSKV block, and the class to load with `trust_remote_code`.
+
+    `transformers serve` (5.24) takes remote code only from the entry for AutoModelForDecision.
+    """
+    from transformers import AutoConfig
+
+    entry = f"{ENTRY}.{model_class(AutoConfig.from_pretrained(base.folder)).__name__}"
+    config = dict(base.config)
+    name = str(dtype).removeprefix("torch.")
+    for key in ("torch_dtype", "dtype"):
+        if key in config:
+            config[key] = name
+    if not {"torch_dtype", "dtype"} & config.keys():
+        config["torch_dtype"] = name
+    auto_map = {"AutoModelForCausalLM": entry, "AutoModelForDecision": entry}
+    return config | {"auto_map": auto_map, "cskv": layout.model_dump(mode="json")}
+
+
+def _copy_extras(source: Path, folder: Path) -> None:
+    """Tokenizer, chat template, generation config, licence: what is neither weights nor replaced."""
+    for path in sorted(source.iterdir()):
+        kept = path.suffix not in _WEIGHTS and path.name not in _REPLACED and not path.name.startswith(".")
+        if path.is_file() and kept and path.name != "conversion.json":
+            shutil.copyfile(path, folder / path.name)
+    if (templates := source / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, folder / templates.name)
+
+
+def _factor_tensors(
+    base: BaseModel, layout: Layout, factors_folder: Path, dtype: torch.dtype, offload: str
+) -> dict[str, torch.Tensor]:
+    """The factors under their names in the model, with the biases of the base's projections."""
+    model = load_by_layer(base.folder, offload, dtype=torch.float32, device="cpu")
+    expected = empty_model(model.config, layout.model_dump()).state_dict().keys()
+    tensors = {}
+    for i in layout.layers:
+        loaded = factors.load_layer(factors_folder, i)
+        with in_memory(model.model.layers[i].self_attn) as attention:
+            biases = {name: bias for name, (_, bias) in kv_projections(attention).items()}
+        for name in "kv":
+            prefix = f"model.layers.{i}.self_attn.{name}"
+            tensors[f"{prefix}_down.weight"] = loaded[f"{name}.a"].T
+            tensors[f"{prefix}_up.weight"] = loaded[f"{name}.b"].T
+            if (bias := loaded.get(f"{name}.bias", biases[name])) is not None:
+                tensors[f"{prefix}_up.bias"] = bias
+    missing = {key for key in expected if "_down." in key or "_up." in key} & {
+        key for key in expected if ".self_attn." in key
+    } - tensors.keys()
+    assert not missing, f"factors without a value: {sorted(missing)[:3]}"
+    return {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+
+
+def _write_shards(
+    folder: Path, base: BaseModel, tensors: dict[str, torch.Tensor], dtype: torch.dtype, progress: Progress
+) -> None:
+    """Shards `model-0000i-of-0000N`, the factors last, and the index over all of them."""
+    total = len(base.shards) + 1
+    names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+    renamed = {path.name: name for path, name in zip(base.shards, names, strict=False)}
+    keep = str(dtype).removeprefix("torch.") == base.dtype
+    with progress.task("export", total, "shards") as advance:
+        for path in base.shards:
+            if keep:
+                shutil.copyfile(path, folder / renamed[path.name])
+            else:
+                _convert(path, folder / renamed[path.name], dtype)
+            advance(1)
+        save_file(tensors, folder / names[-1], metadata={"format": "pt"})
+        advance(1)
+    weight_map = {name: renamed[shard] for name, shard in base.weight_map.items()} | dict.fromkeys(tensors, names[-1])
+    size = sum(_data_bytes(folder / name) for name in names)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX, index)
+
+
+def _convert(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Copy a shard with its floating tensors in another precision."""
+    with safe_open(source, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    converted = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    save_file(converted, target, metadata={"format": "pt"})
+
+
+def _data_bytes(path: Path) -> int:
+    """Bytes of a shard's tensors, without its header."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+def checkpoint_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint."""
+    return json.loads((folder / "config.json").read_text())

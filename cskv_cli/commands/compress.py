@@ -1,0 +1,107 @@
+"""`cskv compress`."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cskv_cli import recipes
+from cskv_cli.commands.report import show_checkpoint
+from cskv_cli.config import CalibrateConfig, Dtype, InitConfig
+from cskv_cli.console import Console
+from cskv_cli.errors import CskvError
+from cskv_cli.layout import span
+from cskv_cli.options import DEFAULT_RUN, ModelArgument, RevisionOption, RunOption, Settings, verb
+from cskv_cli.run import MANIFEST, Run
+
+if TYPE_CHECKING:
+    from cskv_cli.pipeline import Pipeline
+
+_OTHER_WAY = {"rank_k": "ratio_k", "ratio_k": "rank_k", "rank_v": "ratio_v", "ratio_v": "rank_v"}
+
+RecipeOption = Annotated[str | None, typer.Option("--recipe", help="YAML file of settings, or one of ours by name.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Copy the finished checkpoint to this folder.")]
+ExportDtypeOption = Annotated[
+    Dtype | None, typer.Option("--export-dtype", help="Precision of the exported weights.", show_default="the base's")
+]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
+
+
+@verb(calibrate=CalibrateConfig, init=InitConfig)
+def compress(
+    settings: Settings,
+    console: Console,
+    model: ModelArgument = None,
+    revision: RevisionOption = None,
+    recipe: RecipeOption = None,
+    out: OutOption = None,
+    export_dtype: ExportDtypeOption = None,
+    dry_run: DryOption = False,
+    run: RunOption = DEFAULT_RUN,
+) -> None:
+    """Calibrate, factorize and export in one go. What the run directory holds already is reused."""
+    from cskv_cli.pipeline import Pipeline
+
+    settings["export"] = {} if export_dtype is None else {"dtype": export_dtype}
+    if recipe is not None:
+        model, revision, settings = _merge(recipe, model, revision, settings)
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CskvError(f"{out} exists and is not an empty folder", "name another one with --out")
+    here = Run(run)
+    with here.lock():
+        pipeline = Pipeline(here, model, revision, settings, console)
+        if dry_run:
+            return _show_plan(pipeline, console)
+        factors = pipeline.init(pipeline.calibrate())
+        manifest = pipeline.export("init", factors)
+        folder = here.folder("export")
+        if out is not None:
+            folder = _copy(folder, out)
+    return show_checkpoint(console, folder, manifest.report)
+
+
+def _merge(recipe: str, model: str | None, revision: str | None, flags: Settings) -> tuple:
+    """The recipe's model and settings, with those given as flags in their place."""
+    content = recipes.read(recipes.find(recipe))
+    settings = {}
+    for stage in recipes.STAGE_CONFIGS:
+        given, ours = flags.get(stage, {}), content.get(stage) or {}
+        said = {other for name in given for other in (name, _OTHER_WAY.get(name))}
+        settings[stage] = {name: value for name, value in ours.items() if name not in said} | given
+    if model is None:
+        model, revision = content.get("model"), revision or content.get("revision")
+    return model, revision, settings
+
+
+def _copy(folder: Path, out: Path) -> Path:
+    """A copy of the checkpoint that is there whole or not at all."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(folder, temporary, ignore=shutil.ignore_patterns(MANIFEST))
+    if out.exists():
+        out.rmdir()
+    temporary.rename(out)
+    return out
+
+
+def _show_plan(pipeline: "Pipeline", console: Console) -> None:
+    from cskv_cli.stages.plan import make_plan
+
+    configs = (pipeline.config(stage, kind) for stage, kind in recipes.STAGE_CONFIGS.items())
+    plan = make_plan(pipeline.run, pipeline.base, *configs)
+    size = plan["cache_bytes_per_token"]
+    console.table(
+        f"Plan for {plan['base_model']}",
+        ("", ""),
+        [
+            ("calibration", f"{plan['samples']} windows of {plan['seq_len']} tokens ({', '.join(plan['data'])})"),
+            ("ranks", f"keys {span(plan['rank_k'])}, values {span(plan['rank_v'])} of {plan['channels']}"),
+            ("cache bytes per token", f"{size['base']:,} -> {size['cskv']:,.0f}"),
+            ("factor parameters", f"{plan['factor_parameters']:,}"),
+            ("disk", f"{plan['disk_bytes'] / 1e9:.2f} GB, {plan['free_bytes'] / 1e9:.1f} GB free"),
+            ("memory", f"{plan['memory_bytes'] / 1e9:.2f} GB"),
+        ],
+    )
+    console.result(plan)

@@ -1,0 +1,81 @@
+"""The only way to the terminal: results on stdout, everything else on stderr, nothing needless where no one looks."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from cskv_cli.progress import Advance, Progress
+
+
+class TerminalProgress(Progress):
+    """Progress bars on stderr."""
+
+    @contextmanager
+    def task(self, description: str, total: int, unit: str = "") -> Iterator[Advance]:
+        """See `Progress.task`."""
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit)
+        with Bars(*columns, TimeRemainingColumn(), console=RichConsole(stderr=True), transient=True) as bars:
+            task = bars.add_task(description, total=total)
+            yield lambda steps: bars.advance(task, steps)
+
+
+class Console:
+    """What a verb says.
+
+    Args:
+        json: print one JSON object on stdout, and nothing else there.
+    """
+
+    def __init__(self, json: bool = False) -> None:
+        self.json = json
+        self.chatty = sys.stdout.isatty() and not json
+        self._out = RichConsole(highlight=False, soft_wrap=not sys.stdout.isatty())
+        self._err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
+
+    @property
+    def progress(self) -> Progress:
+        """Bars where a person looks, else silence."""
+        return TerminalProgress() if self.chatty and sys.stderr.isatty() else Progress()
+
+    def note(self, text: str) -> None:
+        """Something good to know; only said to a person."""
+        if self.chatty:
+            self._err.print(text, style="dim", markup=False)
+
+    def warn(self, text: str) -> None:
+        """Something that may be wrong."""
+        self._err.print(f"warning: {text}", style="yellow", markup=False)
+
+    def fail(self, message: str, hint: str) -> None:
+        """The last words of a verb that failed."""
+        self._err.print(f"error: {message}", style="red", markup=False)
+        if hint:
+            self._err.print(f"  {hint}", markup=False)
+
+    def line(self, text: str = "") -> None:
+        """A line of the result."""
+        if not self.json:
+            self._out.print(text, markup=False)
+
+    def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table of the result; the first column is text, the others are numbers."""
+        if self.json:
+            return
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for i, name in enumerate(header):
+            table.add_column(name, justify="left" if i == 0 else "right")
+        for row in rows:
+            table.add_row(*map(str, row))
+        self._out.print(table)
+
+    def result(self, content: dict[str, Any]) -> None:
+        """The whole result, for --json."""
+        if self.json:
+            print(json.dumps(content, ensure_ascii=False))

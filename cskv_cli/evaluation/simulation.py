@@ -1,0 +1,90 @@
+"""Decode simulation: one parallel forward in which every token sees what it would see if it were decoded.
+
+A plain forward pass never reads the compressed history, since prefill is exact; it would show no loss at all.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cskv_cli.modeling.cskv_cache import CSKVCache, CSKVLayer
+from cskv_cli.modeling.modeling_cskv import CACHE
+
+
+class _Doubled:
+    """Stands in for a cache in one attention layer: gives it the exact keys and values, then the rebuilt ones."""
+
+    def __init__(self, rebuilt: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.rebuilt = rebuilt
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        """[batch, heads, tokens, head_dim] becomes [batch, heads, 2 * tokens, head_dim]."""
+        return tuple(torch.cat(pair, dim=2) for pair in zip((keys, values), self.rebuilt, strict=True))
+
+
+@contextmanager
+def decode_simulation(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, a forward of `model` (a CSKV model) with `use_cache=False` on whole, unpadded windows [batch, tokens]
+    gives the logits that feeding the tokens one by one through a `CSKVCache` would give.
+
+    Query i sees exact keys and values of the tokens j >= i - window and j < sinks, and of the others those rebuilt from
+    their (dequantized) latents. Differentiable with respect to the factors.
+    """
+    layers = CSKVCache(model.config).layers
+    masks: dict[Any, torch.Tensor] = {}
+    hooks = [
+        model.model.layers[i].self_attn.register_forward_pre_hook(_hook(layer, masks), with_kwargs=True)
+        for i, layer in enumerate(layers)
+        if isinstance(layer, CSKVLayer)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _hook(layer: CSKVLayer, masks: dict[Any, torch.Tensor]) -> Any:
+    def before(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        kwargs[CACHE] = _Doubled(_rebuild(attention, layer, hidden, kwargs.get("position_embeddings")))
+        key = hidden.shape[1], layer.window, layer.sinks, hidden.device, hidden.dtype
+        if key not in masks:
+            masks[key] = simulation_mask(*key)
+        kwargs["attention_mask"] = masks[key]
+        return args, kwargs
+
+    return before
+
+
+def _rebuild(
+    attention: nn.Module, layer: CSKVLayer, hidden: torch.Tensor, rotation: tuple | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    latents = []
+    for down, quantizer in zip((attention.k_down, attention.v_down), layer.quantizers, strict=True):
+        latent = down(hidden)
+        if quantizer is not None:  # the last, unfinished group lies in the window of every query that sees it
+            full = latent.shape[1] // quantizer.group * quantizer.group
+            latent = torch.cat([quantizer.round_trip(latent[:, :full], layer.sinks), latent[:, full:]], dim=1)
+        latents.append(latent)
+    return attention.rebuild_keys(latents[0], rotation), attention.rebuild_values(latents[1])
+
+
+def simulation_mask(
+    tokens: int, window: int, sinks: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """What query i (row) sees of the exact keys (first `tokens` columns) and of the rebuilt ones (the other columns).
+
+    Returns:
+        [1, 1, tokens, 2 * tokens], 0 where it sees and the lowest number of `dtype` where not.
+    """
+    query, key = torch.arange(tokens, device=device)[:, None], torch.arange(tokens, device=device)
+    causal = key <= query
+    exact = (key >= query - window) | (key < sinks)
+    seen = torch.cat([causal & exact, causal & ~exact], dim=1)
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]

@@ -1,0 +1,24 @@
+"""The artifact of the stages that make factors, beside the layout: one file per layer."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def save_layer(folder: Path, index: int, factors: dict[str, torch.Tensor]) -> None:
+    """Write the factors of a layer: `k.a` [hidden, rank], `k.b` [rank, channels], likewise `v`; float32."""
+    path = layer_path(folder, index)
+    temporary = path.with_suffix(".tmp")
+    save_file({name: tensor.float().contiguous() for name, tensor in factors.items()}, temporary)
+    temporary.replace(path)
+
+
+def load_layer(folder: Path, index: int) -> dict[str, torch.Tensor]:
+    """The factors of a layer, as `save_layer` was given them."""
+    return load_file(layer_path(folder, index))
+
+
+def layer_path(folder: Path, index: int) -> Path:
+    """The file that holds the factors of a layer."""
+    return folder / f"layer-{index:03d}.safetensors"

@@ -1,0 +1,79 @@
+"""What the cache of each layer holds: the `cskv` block of an exported config."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from cskv_cli.config import Bits, StageConfig
+from cskv_cli.run import write_json
+
+LAYOUT = "layout.json"
+PerLayer = tuple[int | None, ...]
+
+
+class Layout(StageConfig):
+    """The `cskv` block of an exported config: what the cache of each layer holds. None: the layer is left as it is.
+
+    Attributes:
+        rank_k, rank_v: latent channels.
+        bits_k, bits_v: bits of a latent; None where they stay in the model's precision.
+        clip_k, clip_v: share of a group's range that its codes cover.
+        group: tokens that share a minimum and a step.
+    """
+
+    version: Literal[1] = 1
+    window: int = Field(ge=1)
+    sinks: int = Field(ge=0)
+    rank_k: PerLayer
+    rank_v: PerLayer
+    bits_k: tuple[Bits | None, ...]
+    bits_v: tuple[Bits | None, ...]
+    clip_k: tuple[float | None, ...]
+    clip_v: tuple[float | None, ...]
+    group: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Layout":
+        lengths = {len(getattr(self, f"{what}_{x}")) for what in ("rank", "bits", "clip") for x in "kv"}
+        if len(lengths) != 1:
+            raise ValueError("the per-layer lists differ in length")
+        if self.quantized and (self.group is None or self.group > self.window):
+            raise ValueError(f"group ({self.group}) must not exceed the window ({self.window})")
+        return self
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any layer holds codes."""
+        return any(bits is not None for bits in self.bits_k + self.bits_v)
+
+    @property
+    def layers(self) -> list[int]:
+        """Indices of the compressed layers."""
+        return [i for i, rank in enumerate(self.rank_k) if rank is not None]
+
+
+def unquantized(window: int, sinks: int, rank_k: PerLayer, rank_v: PerLayer) -> Layout:
+    """A layout without codes."""
+    none = (None,) * len(rank_k)
+    lists = dict(rank_k=rank_k, rank_v=rank_v, bits_k=none, bits_v=none, clip_k=none, clip_v=none)
+    return Layout(window=window, sinks=sinks, **lists)
+
+
+def span(values: Sequence[int | None]) -> str:
+    """`96`, or `24 to 168` where layers differ; layers left as they are do not count."""
+    present = [value for value in values if value is not None]
+    low, high = min(present), max(present)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def save_layout(folder: Path, layout: Layout) -> None:
+    """Write the layout."""
+    write_json(folder / LAYOUT, layout.model_dump(mode="json"))
+
+
+def load_layout(folder: Path) -> Layout:
+    """Read the layout."""
+    return Layout(**json.loads((folder / LAYOUT).read_text()))

@@ -1,0 +1,85 @@
+"""What CSKV adds to an attention layer of transformers: low-rank factors, and the way back from latents."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from .cskv_cache import CSKVCache, CSKVLayer
+
+
+class CSKVAttention:
+    """Goes in front of a transformers attention class, whose forward stays as it is.
+
+    `k_down` and `k_up` (A and B of the paper's eq. 1) stand beside `k_proj`, `v_down` and `v_up` beside `v_proj`. The
+    layer stages the latents of the new tokens in its cache layer; the base forward then calls `update`, which gives
+    it exact keys and values for the tokens of the window and rebuilt ones for the rest.
+    """
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        channels = config.num_key_value_heads * self.head_dim
+        for name in ("k", "v"):
+            rank = config.cskv[f"rank_{name}"][layer_idx]
+            full = getattr(self, f"{name}_proj", None)  # None where q, k and v are one projection (Phi3)
+            setattr(self, f"{name}_down", nn.Linear(config.hidden_size, rank, bias=False))
+            setattr(self, f"{name}_up", nn.Linear(rank, channels, bias=getattr(full, "bias", None) is not None))
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        """The base layer's forward, with the latents of `hidden_states` [batch, new, hidden] staged before it."""
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its names from and before transformers 5.24
+        layer = cache.layers[self.layer_idx] if isinstance(cache, CSKVCache) else None
+        if isinstance(layer, CSKVLayer):
+            layer.stage(self, (self.k_down(hidden_states), self.v_down(hidden_states)), kwargs)
+        return super().forward(hidden_states, *args, **kwargs)
+
+    def rebuild_keys(self, latents: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        """What the base layer does between `k_proj` and the cache, from latents [batch, tokens, rank].
+
+        Args:
+            rotation: cos and sin of the tokens, [1 or batch, tokens, rotated dimensions]; None where there is no RoPE.
+
+        Returns:
+            Keys [batch, heads, tokens, head_dim].
+        """
+        keys = self.k_up(latents)
+        norm = getattr(self, "k_norm", None) or getattr(self, "k_layernorm", None)
+        per_head = norm is not None and norm.weight.shape[-1] == self.head_dim
+        if norm is not None and not per_head:  # over all heads at once: Olmo2, OLMoE
+            keys = norm(keys)
+        keys = self._clip(keys).unflatten(-1, (-1, self.head_dim))
+        if per_head:  # Qwen3, Gemma3, Cohere
+            keys = norm(keys)
+        keys = keys.transpose(1, 2)
+        return self._rotate(keys, *rotation) if rotation is not None and self.rotates else keys
+
+    def rebuild_values(self, latents: torch.Tensor) -> torch.Tensor:
+        """As `rebuild_keys`, between `v_proj` and the cache: values [batch, heads, tokens, head_dim]."""
+        return self._clip(self.v_up(latents)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether this layer applies RoPE; some models leave it out in some layers."""
+        if self.config.model_type in ("cohere2", "exaone4"):  # no rotation in their full-attention layers
+            return getattr(self, "sliding_window", None) is None and self.config.model_type == "exaone4"
+        return bool(getattr(self, "use_rope", True))  # SmolLM3
+
+    def _clip(self, states: torch.Tensor) -> torch.Tensor:
+        bound = getattr(self.config, "clip_qkv", None)  # Olmo, OLMoE
+        return states if bound is None else states.clamp(-bound, bound)
+
+    def _rotate(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        rotate = sys.modules[self.base.__module__].apply_rotary_pos_emb
+        width = getattr(self, "rotary_ndims", self.head_dim)  # less than head_dim: StableLM, Phi
+        turned = rotate(keys[..., :width], keys[..., :width], cos, sin)[1]
+        return turned if width == self.head_dim else torch.cat([turned, keys[..., width:]], dim=-1)
+
+
+@functools.cache
+def attention_class(base: type[nn.Module]) -> type[nn.Module]:
+    """`base` with `CSKVAttention` in front."""
+    return type(f"CSKV{base.__name__}", (CSKVAttention, base), {"base": base, "__module__": __name__})

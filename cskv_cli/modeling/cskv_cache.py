@@ -1,0 +1,401 @@
+"""A bi-branch KV cache (CSKV, arXiv 2409.10593): exact keys and values where attention looks most, latents elsewhere.
+
+Exact are the last `window` tokens and each row's first `sinks` tokens; what attention reads of the tokens between is
+rebuilt from low-rank latents, a layer at a time, and dropped again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from .cskv_latents import Latents
+from .cskv_quantizer import Quantizer
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    from .cskv_attention import CSKVAttention
+
+TensorMap = Callable[[torch.Tensor], torch.Tensor]
+
+
+class RotaryHistory:
+    """What the rotation (RoPE) of every cached token can be repeated from; layers with the same RoPE share one.
+
+    That is a token's position, 4 bytes, where the model's rotary embedding gives the same cos and sin for it whenever
+    it is asked. Where it does not (frequencies that change with the length), cos and sin themselves are kept.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._rebuilt: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.positions: torch.Tensor | None = None  # [1 or batch, tokens]
+        self.cos: torch.Tensor | None = None  # [1 or batch, tokens, rotated dimensions]
+        self.sin: torch.Tensor | None = None
+
+    def begin(self, model: nn.Module) -> None:
+        """Borrow the model's rotary embedding for one forward."""
+        self._rotary, self._rebuilt = getattr(model, "rotary_emb", None), None
+
+    def end(self) -> None:
+        """Give it back, and drop what was rebuilt for this forward."""
+        self._rotary = self._rebuilt = None
+
+    def __len__(self) -> int:
+        held = self.cos if self.positions is None else self.positions
+        return 0 if held is None else held.shape[1]
+
+    def extend(self, past: int, positions: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Add the tokens of this forward; the first layer does, the others find them there."""
+        if past == 0 and len(self) != cos.shape[1]:
+            self.reset()
+        if len(self) != past:
+            return
+        if past == 0 and self._repeatable(positions, cos, sin):
+            self.positions = positions.to(torch.int32)
+        elif past == 0:
+            self.cos, self.sin = cos, sin
+        elif self.positions is not None:
+            self.positions = _append_rows(self.positions, positions.to(torch.int32))
+        else:
+            self.cos, self.sin = _append_rows(self.cos, cos), _append_rows(self.sin, sin)
+
+    def first(self, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the first `length` tokens, on the device and in the dtype of `like`."""
+        if self.positions is None:
+            return self.cos[:, :length].to(like.device), self.sin[:, :length].to(like.device)
+        if self._rebuilt is None or self._rebuilt[0].shape[1] != length:
+            self._rebuilt = self._compute(self.positions[:, :length], like)
+        return tuple(part.to(like.device) for part in self._rebuilt)
+
+    def apply(self, fn: TensorMap) -> None:
+        """Replace every tensor held by `fn` of it."""
+        for name in ("positions", "cos", "sin"):
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, fn(tensor))
+
+    def _compute(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wants_kind = "layer_type" in inspect.signature(self._rotary.forward).parameters
+        return self._rotary(like, positions.to(like.device, torch.long), *([self.kind] if wants_kind else []))
+
+    def _repeatable(self, positions: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        if positions is None or positions.dim() != 2 or self._rotary is None:
+            return False
+        rope_type = getattr(self._rotary, "rope_type", None)
+        if isinstance(rope_type, dict):
+            rope_type = rope_type.get(self.kind)
+        if rope_type is None or "dynamic" in rope_type or rope_type == "longrope":
+            return False
+        return all(map(torch.equal, self._compute(positions, cos), (cos, sin)))
+
+
+def _append_rows(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    rows = max(len(old), len(new))  # a single row stands for the whole batch
+    return torch.cat([t.to(old.device).expand(rows, *t.shape[1:]) for t in (old, new)], dim=1)
+
+
+class Rows:
+    """Where each row of the batch begins: the index of its first token that is not padding."""
+
+    def __init__(self) -> None:
+        self.starts: torch.Tensor | None = None  # [batch]; None: no row is padded
+
+    def see(self, attention_mask: torch.Tensor | dict[str, torch.Tensor] | None) -> None:
+        """Read it off a mask over all tokens so far: [batch, tokens], or [batch, 1, new, tokens] for attention."""
+        if isinstance(attention_mask, dict):
+            attention_mask = attention_mask.get("full_attention")
+        if not torch.is_tensor(attention_mask):
+            return
+        if attention_mask.dim() == 4:
+            attention_mask = attention_mask[:, 0, -1]
+            if attention_mask.is_floating_point():
+                attention_mask = attention_mask == 0
+        seen = attention_mask.bool()
+        self.starts = torch.where(seen.any(-1), seen.int().argmax(-1), seen.shape[-1])
+
+    def read_exactly(self, sinks: int, device: torch.device) -> torch.Tensor:
+        """[batch or 1]: how many leading tokens of each row are padding or sinks."""
+        starts = torch.zeros(1, dtype=torch.long) if self.starts is None else self.starts
+        return starts.to(device) + sinks
+
+    def apply(self, fn: TensorMap) -> None:
+        """Replace the starts by `fn` of them."""
+        if self.starts is not None:
+            self.starts = fn(self.starts)
+
+
+class CSKVLayer(CacheLayerMixin):
+    """The cache of one compressed layer.
+
+    Attributes:
+        keys, values: exact, [batch, heads, at most window, head_dim], of the last tokens (more while past is recorded).
+        sink_keys, sink_values: exact, [batch, heads, sinks, head_dim].
+        latents: of the keys and of the values, for all tokens.
+    """
+
+    is_sliding, is_croppable, is_compileable, supports_early_init = False, True, False, False
+
+    def __init__(self, window: int, sinks: int, quantizers: tuple, rows: Rows, rotary: RotaryHistory) -> None:
+        super().__init__()
+        self.window, self.sinks, self.rows, self.rotary = window, sinks, rows, rotary
+        self.quantizers = quantizers
+        self.record_past = False
+        self._staged: tuple | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = self.sink_keys = self.sink_values = None
+        self.latents = tuple(map(Latents, self.quantizers))
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Remember where the cache lives."""
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def stage(self, attention: CSKVAttention, latents: tuple, kwargs: dict[str, Any]) -> None:
+        """Take what `update` needs beyond its arguments; the attention layer hands it over just before."""
+        self._staged = attention, latents, kwargs.get("position_ids"), kwargs.get("position_embeddings")
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        """Add new tokens and return the keys and values of all, [batch, heads, tokens, head_dim].
+
+        Exact are the new tokens, the window that ends at the first of them, and the sinks; the others are rebuilt.
+        """
+        (attention, latents, positions, rotation), self._staged = self._staged, None
+        past = self.get_seq_length()
+        if rotation is not None:
+            self.rotary.extend(past, positions, *rotation)
+        if past:
+            left = 0 if self.record_past else max(self.keys.shape[2] - self.window + 1, 0)  # by the first new token
+            self.keys = torch.cat([self.keys[:, :, left:], key_states], dim=2)
+            self.values = torch.cat([self.values[:, :, left:], value_states], dim=2)
+        else:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+        keys, values = self._all(attention, past + key_states.shape[2], rotation is not None)
+        keys, values = self._with_sinks(keys, values, past)
+        for store, new in zip(self.latents, latents, strict=True):
+            store.append(new)
+        if not self.record_past:
+            self._settle()
+        return keys, values
+
+    def _all(self, attention: CSKVAttention, total: int, rotates: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if not (old := total - self.keys.shape[2]):
+            return self.keys, self.values
+        rotation = self.rotary.first(old, self.keys) if rotates else None
+        latent_keys, latent_values = (store.first(old) for store in self.latents)
+        keys = attention.rebuild_keys(latent_keys, rotation), self.keys
+        values = attention.rebuild_values(latent_values), self.values
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+    def _with_sinks(self, keys: torch.Tensor, values: torch.Tensor, past: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put the sinks in their places, and keep those that are new."""
+        if not self.sinks:
+            return keys, values
+        last = self.rows.read_exactly(self.sinks, keys.device).unsqueeze(1)
+        place = last + torch.arange(-self.sinks, 0, device=keys.device)
+        known = (place < past)[:, None, :, None]
+        place = place.clamp(max=keys.shape[2] - 1)[:, None, :, None]
+        place = place.expand(keys.shape[0], keys.shape[1], -1, -1)
+        held = []
+        for states, sinks in ((keys, self.sink_keys), (values, self.sink_values)):
+            index = place.expand(-1, -1, -1, states.shape[-1])
+            there = states.gather(2, index)
+            held.append(there if sinks is None else torch.where(known, sinks, there))
+        self.sink_keys, self.sink_values = held
+        if keys is self.keys:
+            return keys, values
+        for states, sinks in ((keys, self.sink_keys), (values, self.sink_values)):
+            states.scatter_(2, place.expand(-1, -1, -1, states.shape[-1]), sinks)
+        return keys, values
+
+    def _settle(self, removed: int = 0) -> None:
+        """Let go of the exact keys and values outside the window, and pack the latents that fill a group.
+
+        `removed` tokens are gone from the end of the cache, but not yet from the exact keys and values.
+        """
+        stop = max(self.keys.shape[2] - removed, 0)
+        start = max(stop - self.window, 0)
+        if start or removed:  # a copy: a view would keep them all alive
+            self.keys, self.values = self.keys[:, :, start:stop].clone(), self.values[:, :, start:stop].clone()
+        for store in self.latents:
+            store.settle(self.rows.read_exactly(self.sinks, self.keys.device))
+
+    def get_seq_length(self) -> int:
+        """Tokens in the cache."""
+        return len(self.latents[0])
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 4.x and early 5.x
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
+        """Tokens that attention will see, and the index of the first."""
+        if torch.is_tensor(query_length):  # transformers 4.x and early 5.x pass `cache_position`
+            query_length = len(query_length)
+        return self.get_seq_length() + query_length, 0
+
+    def activate_past_recording(self) -> None:
+        """Keep the exact keys, values and latents of all tokens that come, until `crop` is called."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens (0 or negative; transformers 4.x and early 5.x: the length to keep).
+
+        Tokens of the window that were given up before stay rebuilt from their latents.
+
+        Raises:
+            ValueError: the cut goes through a packed group (see `Latents.crop`).
+        """
+        if not self.is_initialized:
+            return
+        past, length = self.get_seq_length(), self.check_crop(tokens_to_remove)
+        if length == 0:
+            return self.reset()
+        if length < past:
+            for store in self.latents:
+                store.crop(length)
+        return self._settle(removed=past - length)
+
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """The tokens that `crop` would leave, or the ValueError that it would raise."""
+        past = self.get_seq_length()
+        length = min(tokens_to_remove, past) if tokens_to_remove > 0 else max(past + tokens_to_remove, 0)
+        for store in self.latents:
+            store.check_crop(length)
+        return length
+
+    def apply(self, fn: TensorMap) -> None:
+        """Replace every tensor of this layer, all of them [batch, ...], by `fn` of it."""
+        if not self.is_initialized:
+            return
+        self.keys, self.values = fn(self.keys), fn(self.values)
+        if self.sink_keys is not None:
+            self.sink_keys, self.sink_values = fn(self.sink_keys), fn(self.sink_values)
+        for store in self.latents:
+            store.apply(fn)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Take the rows of the beams that go on."""
+        self.apply(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        self.apply(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some rows."""
+        self.apply(lambda t: t[indices])
+
+    def offload(self) -> None:
+        """Move to the CPU until `prefetch`."""
+        self.apply(lambda t: t.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move back."""
+        self.apply(lambda t: t.to(self.device, non_blocking=True))
+
+
+class CSKVCache(Cache):
+    """The cache of a whole model: a `CSKVLayer` where `config.cskv` gives ranks, else what transformers would use."""
+
+    def __init__(self, config: PretrainedConfig, **kwargs: Any) -> None:
+        cskv = config.cskv
+        layers = DynamicCache(config=config).layers
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+        self.rows = Rows()
+        self.rotaries = {kind: RotaryHistory(kind) for kind in kinds}
+        for i, rank in enumerate(cskv["rank_k"]):
+            if rank is not None:
+                quantizers = _quantizer(cskv, "k", i), _quantizer(cskv, "v", i)
+                layers[i] = CSKVLayer(cskv["window"], cskv["sinks"], quantizers, self.rows, self.rotaries[kinds[i]])
+        self.recorded_for_generate = False
+        super().__init__(layers=layers, **kwargs)
+
+    def activate_past_recording(self) -> None:
+        """Keep what `crop` needs to take tokens back exactly (see `CSKVLayer`)."""
+        for layer in self.layers:
+            if hasattr(layer, "activate_past_recording"):  # not so in transformers 4.x and early 5.x
+                layer.activate_past_recording()
+
+    def begin(self, model: nn.Module, attention_mask: Any) -> None:
+        """Before each forward: learn of padding, and borrow the rotary embedding."""
+        self.rows.see(attention_mask)
+        for rotary in self.rotaries.values():
+            rotary.begin(model)
+
+    def end(self) -> None:
+        """After each forward: keep nothing that can be computed again."""
+        for rotary in self.rotaries.values():
+            rotary.end()
+
+    def record_past_for_generate(self, wanted: bool) -> None:
+        """Record the past for a `generate` that takes tokens back, and no longer in the next one that does not."""
+        if wanted:
+            self.activate_past_recording()
+        elif self.recorded_for_generate:
+            for layer in self.layers:
+                layer.record_past = False
+        self.recorded_for_generate = wanted
+
+    def _apply(self, fn: TensorMap) -> None:
+        """Index what all layers share as the layers themselves; a row that stands for the whole batch stays."""
+        self.rows.apply(fn)
+        for rotary in self.rotaries.values():
+            rotary.apply(lambda t: t if len(t) == 1 else fn(t))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Take the rows of the beams that go on."""
+        super().reorder_cache(beam_idx)
+        self._apply(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        super().batch_repeat_interleave(repeats)
+        self._apply(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some rows."""
+        super().batch_select_indices(indices)
+        self._apply(lambda t: t[indices])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, as `CSKVLayer.crop`: in all layers, or in none."""
+        for layer in self.layers:
+            if isinstance(layer, CSKVLayer):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+        length = max(layer.get_seq_length() for layer in self.layers)
+        if not length:
+            self.rows.starts = None
+        for rotary in self.rotaries.values():
+            rotary.apply(lambda t: t[:, :length].clone())
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.rows.starts = None
+        for rotary in self.rotaries.values():
+            rotary.reset()
+
+
+def _quantizer(cskv: dict[str, Any], name: str, layer: int) -> Quantizer | None:
+    bits = cskv[f"bits_{name}"][layer]
+    if bits is None:
+        return None
+    return Quantizer(bits, cskv["group"], per_channel=name == "k", clip=cskv[f"clip_{name}"][layer])

@@ -1,0 +1,74 @@
+"""Causal language models of transformers with a CSKV cache (arXiv 2409.10593).
+
+There is a `CSKV<Base>` for every `<Base>` that ends in ForCausalLM: `CSKVLlamaForCausalLM` is `LlamaForCausalLM`,
+with the same weights and the same answer to a prompt, whose `generate` keeps its history in a `CSKVCache`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import DynamicCache, PretrainedConfig
+
+from .cskv_attention import attention_class
+from .cskv_cache import CSKVCache
+from .cskv_latents import Latents
+from .cskv_quantizer import Quantizer
+
+__all__ = ["CSKVCache", "CSKVForCausalLM", "Latents", "Quantizer"]
+
+# transformers 5.24 renamed the argument
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+class CSKVForCausalLM:
+    """Goes in front of a `...ForCausalLM` of transformers."""
+
+    _auto_class = "AutoModelForCausalLM"  # makes `save_pretrained` copy these files along
+
+    def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        for i, layer in enumerate(self.model.layers):
+            if config.cskv["rank_k"][i] is not None:
+                layer.self_attn = attention_class(type(layer.self_attn))(config, i)
+        self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self.model.register_forward_hook(_end, with_kwargs=True, always_call=True)
+
+    def _begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Give a forward that asks for a cache, and brings none, ours instead of the base model's."""
+        wanted = kwargs.get("use_cache")
+        if kwargs.get(CACHE) is None and (self.config.use_cache if wanted is None else wanted):
+            kwargs[CACHE] = CSKVCache(self.config)
+        if isinstance(kwargs.get(CACHE), CSKVCache):
+            kwargs[CACHE].begin(model, kwargs.get("attention_mask"))
+        return args, kwargs
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Replace the `DynamicCache` that `generate` makes; a cache that was asked for or given stays."""
+        given = model_kwargs.get(CACHE)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+        cache = model_kwargs.get(CACHE)
+        if given is None and type(cache) is DynamicCache:
+            cache = model_kwargs[CACHE] = CSKVCache(self.config, offloading=cache.offloading)
+        if isinstance(cache, CSKVCache):
+            is_assistant = getattr(generation_config, "is_assistant", False)
+            cache.record_past_for_generate(is_assistant or generation_mode.value == "assisted_generation")
+
+
+def _end(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    if isinstance(kwargs.get(CACHE), CSKVCache):
+        kwargs[CACHE].end()
+
+
+def __getattr__(name: str) -> type:
+    """Define `CSKV<Base>` at its first use, from transformers' `<Base>`."""
+    base = getattr(transformers, name.removeprefix("CSKV"), None) if name.startswith("CSKV") else None
+    if base is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = type(name, (CSKVForCausalLM, base), {"__module__": __name__, "__doc__": CSKVForCausalLM.__doc__})
+    return globals()[name]

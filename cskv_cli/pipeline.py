@@ -1,0 +1,105 @@
+"""The stages in their order: each reuses what the run directory holds, and makes what it does not."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+
+from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig, StageConfig
+from cskv_cli.console import Console
+from cskv_cli.options import Settings
+from cskv_cli.run import Manifest, Run
+
+
+class Pipeline:
+    """One run directory, its base model and the flags given.
+
+    A stage none of whose flags are given keeps the settings it was last made with.
+    """
+
+    def __init__(self, run: Run, model: str | None, revision: str | None, settings: Settings, console: Console) -> None:
+        from cskv_cli.stages.base import open_base
+
+        self.run, self.settings, self.console = run, settings, console
+        self.base: BaseModel
+        self.base, self._base_manifest = open_base(run, model, revision, console.progress)
+        for note in self.base.notes:
+            console.note(note)
+
+    def config(self, stage: str, kind: type[StageConfig]) -> Any:
+        """The settings a stage would be made with."""
+        return self.run.remembered(stage, self.settings.get(stage, {}), kind)
+
+    def calibrate(self) -> Manifest:
+        """Statistics of the layers' inputs."""
+        from cskv_cli.stages import calibrate
+
+        config = self.config("calibrate", CalibrateConfig)
+
+        def make(inputs: dict[str, str]) -> Manifest:
+            windows = calibrate.windows_for(config, self.base, self.console.progress)
+            for note in windows.notes:
+                self.console.warn(note)
+            return calibrate.calibrate(self.run, self.base, config, inputs, windows, self.console.progress)
+
+        return self._stage("calibrate", config, {"base": self._base_manifest.digest}, make)
+
+    def analyze(self) -> Manifest:
+        """Spectra of the caches."""
+        from cskv_cli.stages import analyze
+
+        calibrated = self.calibrate()
+
+        def make(inputs: dict[str, str]) -> Manifest:
+            return analyze.analyze(self.run, self.base, calibrated, self.console.progress)
+
+        return self._stage("analyze", analyze.AnalyzeConfig(), {"calibrate": calibrated.digest}, make)
+
+    def init(self, calibrated: Manifest) -> Manifest:
+        """Factors."""
+        from cskv_cli.stages.init import init
+
+        config = self.config("init", InitConfig)
+        inputs = {"calibrate": calibrated.digest}
+        return self._stage(
+            "init", config, inputs, lambda inputs: init(self.run, self.base, config, inputs, self.console.progress)
+        )
+
+    def export(self, source: str, factors: Manifest) -> Manifest:
+        """The checkpoint, from the factors of stage `source`."""
+        from cskv_cli.stages.export import export
+
+        config = self.config("export", ExportConfig)
+        inputs = {source: factors.digest}
+        return self._stage(
+            "export",
+            config,
+            inputs,
+            lambda inputs: export(self.run, self.base, config, source, inputs, self.console.progress),
+        )
+
+    def _stage(
+        self, stage: str, config: StageConfig, inputs: dict[str, str], make: Callable[[dict[str, str]], Manifest]
+    ) -> Manifest:
+        if manifest := self.run.reusable(stage, config, inputs):
+            self.console.note(f"{stage}: reused {self.run.folder(stage)}")
+            return self.run.require(stage)
+        manifest = make(inputs)
+        self.console.note(f"{stage}: wrote {self.run.folder(stage)}")
+        return manifest
+
+
+def checked(kind: type[StageConfig], values: dict[str, Any], where: str) -> StageConfig:
+    """A config from values of a file; what is wrong is said with the file's name.
+
+    Raises:
+        CskvError: a key or value that the stage does not have.
+    """
+    from cskv_cli.errors import CskvError
+    from cskv_cli.options import validation_message
+
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        raise CskvError(f"{where}: {validation_message(error)}", "see: cskv recipes show smollm2-135m") from error

@@ -1,0 +1,66 @@
+"""The base model of a run directory: resolved and checked once, then remembered and watched."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from cskv_cli.checkpoint.base import BaseModel, resolve_base
+from cskv_cli.checkpoint.weights import check_finite
+from cskv_cli.config import StageConfig
+from cskv_cli.errors import CskvError
+from cskv_cli.progress import Progress
+from cskv_cli.run import Manifest, Run
+
+
+class BaseConfig(StageConfig):
+    """Which model: its Hub id or absolute path, and for a Hub model the commit."""
+
+    source: str
+    revision: str | None
+
+
+def open_base(run: Run, model: str | None, revision: str | None, progress: Progress) -> tuple[BaseModel, Manifest]:
+    """The run's base model; a model given for the first time is checked and remembered.
+
+    Raises:
+        CskvError: no model is given or remembered; it cannot be compressed; it is another one than the run's, or has
+            changed since.
+    """
+    known = run.manifest("base")
+    if model is None and known is None:
+        raise CskvError(f"{run.path} remembers no model", "name one: a Hub id, a folder or a .gguf file")
+    source = known.config["source"] if model is None else _absolute(model)
+    if known is not None and source != known.config["source"]:
+        raise CskvError(
+            f"{run.path} belongs to {known.config['source']}, not to {source}", "give each model its own --run DIR"
+        )
+    if known is not None and revision is None:
+        revision = known.config["revision"]
+    base = resolve_base(source, revision=revision, work_dir=run.path / "converted")
+    weights = _digest(base.fingerprint(run.path / ".hashes.json"))
+    if known is not None:
+        if known.inputs["weights"] != weights:
+            raise CskvError(f"{source} has changed since {run.path} was begun", "start a new one with --run DIR")
+        return base, known
+    return base, _remember(run, base, source, weights, progress)
+
+
+def _remember(run: Run, base: BaseModel, source: str, weights: str, progress: Progress) -> Manifest:
+    from cskv_cli.checkpoint.probe import check_supported
+
+    check_supported(base.folder)
+    check_finite(base.shards, progress)
+    config = BaseConfig(source=source, revision=base.revision)
+    report = dict(kind=base.kind, model_type=base.config["model_type"], dtype=base.dtype, bytes=base.parameter_bytes)
+    partial = run.partial("base", {"weights": weights})
+    partial.mkdir(parents=True, exist_ok=True)
+    return run.commit("base", partial, config, {"weights": weights}, report | {"notes": list(base.notes)})
+
+
+def _absolute(model: str) -> str:
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
+
+
+def _digest(fingerprint: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,165 @@
+"""`cskv calibrate`: statistics of every compressible layer's attention input, one layer in memory at a time."""
+
+import hashlib
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from cskv_cli import statistics
+from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.layers import LayerByLayer, compressible_layers, load_by_layer
+from cskv_cli.config import CalibrateConfig
+from cskv_cli.data.self_sample import sample_from_model
+from cskv_cli.data.sources import parse_source
+from cskv_cli.data.windows import Windows, calibration_windows
+from cskv_cli.devices import pick_device
+from cskv_cli.errors import CskvError
+from cskv_cli.progress import Progress
+from cskv_cli.run import Manifest, Run
+
+DEFAULT_DATA = ("self", "builtin")
+DEFAULT_NOTE = (
+    "no --data: calibrated on text by the model itself and from Python's installation. Text like yours does better: "
+    "SmolLM2-135M at ratio 0.5 has perplexity 20.6 on wikitext calibrated on wikitext, 22.3 on self, 22.4 on builtin"
+)
+SAVE_EVERY = 60.0  # seconds of work that a kill may cost
+HIDDEN = "hidden.safetensors"
+
+
+def windows_for(
+    config: CalibrateConfig, base: BaseModel, tokenizer: PreTrainedTokenizerBase, progress: Progress
+) -> Windows:
+    """Draw the windows that `config` asks for; for `self` the whole model is loaded for as long as it writes.
+
+    Raises:
+        CskvError: a source is not there, cannot be read or is too short.
+    """
+
+    def generate(count: int, seq_len: int, seed: int) -> torch.LongTensor:
+        model = AutoModelForCausalLM.from_pretrained(base.folder, dtype=_dtype(config, base))
+        model = model.to(pick_device(config.device)).eval()
+        with progress.task("write text with the model", count, "windows") as advance:
+            done = 0
+
+            def report(texts: int, of: int) -> None:
+                nonlocal done
+                done, before = count * texts // of, done
+                advance(done - before)
+
+            return sample_from_model(model, tokenizer, count=count, seq_len=seq_len, seed=seed, progress=report)
+
+    sources = [parse_source(text) for text in config.data or DEFAULT_DATA]
+    drawn = calibration_windows(
+        sources, tokenizer, samples=config.samples, seq_len=config.seq_len, seed=config.seed, generate=generate
+    )
+    notes = drawn.notes if config.data else (DEFAULT_NOTE, *drawn.notes)
+    return Windows(drawn.ids, drawn.counts, notes)
+
+
+def calibrate(
+    run: Run, base: BaseModel, config: CalibrateConfig, inputs: dict[str, str], windows: Windows, progress: Progress
+) -> Manifest:
+    """Collect `LayerStatistics` of every compressible layer (see `statistics`); the layers behind the last are not run.
+
+    A run that was interrupted goes on from the hidden states it last saved, to the same bytes.
+
+    Raises:
+        CskvError: there is nothing to compress, numbers overflow, or files cannot be written.
+    """
+    device, dtype = pick_device(config.device), _dtype(config, base)
+    partial = run.partial("calibrate", _identity(config, inputs, windows, device, dtype))
+    partial.mkdir(parents=True, exist_ok=True)
+    _remove_all_but(partial, "layer-*.safetensors", HIDDEN)
+    with tempfile.TemporaryDirectory(dir=run.path) as offload:
+        model = load_by_layer(base.folder, Path(offload), dtype=dtype, device=device)
+        layers = compressible_layers(model)
+        states = LayerByLayer(model, windows.ids, device)
+        speed = _collect(states, layers, partial, progress)
+    _remove_all_but(partial, "layer-*.safetensors")
+    report = {
+        "layers": layers,
+        "tokens": windows.ids.numel(),
+        "samples": windows.ids.shape[0],
+        "seq_len": windows.ids.shape[1],
+        "sources": windows.counts,
+        "notes": list(windows.notes),
+        "tokens_per_second": round(speed, 1),
+    }
+    return run.commit("calibrate", partial, config, inputs, report)
+
+
+def _dtype(config: CalibrateConfig, base: BaseModel) -> torch.dtype:
+    return getattr(torch, base.dtype if config.dtype == "auto" else config.dtype)
+
+
+def _identity(
+    config: CalibrateConfig, inputs: dict[str, str], windows: Windows, device: str, dtype: torch.dtype
+) -> dict[str, object]:
+    ids = hashlib.sha256(windows.ids.contiguous().numpy().tobytes()).hexdigest()
+    settings = config.model_dump(mode="json") | {"device": device, "dtype": str(dtype)}
+    return {"config": settings, "inputs": inputs, "ids": ids}
+
+
+def _remove_all_but(folder: Path, *patterns: str) -> None:
+    """Remove what a killed process left half-written, and what is needed no more."""
+    for path in folder.iterdir():
+        if not any(path.match(pattern) for pattern in patterns):
+            path.unlink()
+
+
+def _collect(states: LayerByLayer, layers: list[int], partial: Path, progress: Progress) -> float:
+    """Write the files of `layers` that are not there; return the speed of the whole model, in tokens per second."""
+    windows, seq_len, _ = states.hidden.shape
+    count = layers[-1] + 1
+    first = _restore(states.hidden, partial, layers)
+    checkpoint = _Checkpoint(partial / HIDDEN)
+    began = time.monotonic()
+    with progress.task("calibrate", (count - first) * windows, "windows") as advance:
+        for index in range(first, count):
+            if index not in layers or statistics.is_whole(statistics.layer_file(partial, index)):
+                states.push(index, advance=advance)
+            else:
+                collector = statistics.Collector(windows, seq_len)
+                states.push(index, collector.add, advance)
+                statistics.save_layer(partial, index, collector.result())
+            checkpoint.save_if_due(states.hidden, index + 1)
+    passes = (count - first) / len(states.layers)
+    return passes * windows * seq_len / (time.monotonic() - began)
+
+
+def _restore(hidden: torch.Tensor, partial: Path, layers: list[int]) -> int:
+    """Read saved hidden states into `hidden`; return the layer they are the input of, 0 if there are none to use."""
+    path = partial / HIDDEN
+    if not statistics.is_whole(path):
+        return 0
+    with safe_open(path, "pt") as file:
+        following = int(file.metadata()["layer"])
+        if not all(statistics.is_whole(statistics.layer_file(partial, i)) for i in layers if i < following):
+            return 0
+    for window in range(len(hidden)):
+        with safe_open(path, "pt") as file:  # opened anew, or in the end all of it would be mapped into memory
+            hidden[window] = file.get_slice("hidden")[window]
+    return following
+
+
+class _Checkpoint:
+    """Saves the hidden states now and then, so seldom that saving takes at most about a tenth of the time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._saved = time.monotonic()
+        self._cost = 0.0
+
+    def save_if_due(self, hidden: torch.Tensor, layer: int) -> None:
+        began = time.monotonic()
+        if began - self._saved < SAVE_EVERY * max(1.0, self._cost / 6):
+            return
+        with suppress(CskvError):  # a full disk: a run that is killed then begins again at an older state
+            statistics.save_atomically(self._path, {"hidden": hidden}, {"layer": str(layer)})
+        self._saved = time.monotonic()
+        self._cost = self._saved - began

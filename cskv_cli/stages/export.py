@@ -1,0 +1,83 @@
+"""`cskv export`: a standalone checkpoint that `transformers` loads."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.card import write_card
+from cskv_cli.checkpoint.load import load_tokenizer
+from cskv_cli.checkpoint.probe import check_supported, empty_model
+from cskv_cli.checkpoint.weights import require_disk
+from cskv_cli.checkpoint.writer import write_checkpoint
+from cskv_cli.config import ExportConfig
+from cskv_cli.layout import Layout, load_layout
+from cskv_cli.memory import Shape, base_bytes, bytes_per_token, cache_bytes
+from cskv_cli.progress import Progress
+from cskv_cli.run import Manifest, Run
+
+CARD_TOKENS = (4096, 32768, 131072)
+
+
+def export(
+    run: Run, base: BaseModel, config: ExportConfig, source: str, inputs: dict[str, str], progress: Progress
+) -> Manifest:
+    """Write the checkpoint from the factors of stage `source`.
+
+    Raises:
+        CskvError: the disk is too small, or the model turns out not to be supported.
+    """
+    folder = run.folder(source)
+    layout = load_layout(folder)
+    dtype = getattr(torch, base.dtype if config.dtype == "auto" else config.dtype)
+    needed = base.parameter_bytes * dtype.itemsize // getattr(torch, base.dtype).itemsize
+    needed += sum(path.stat().st_size for path in folder.iterdir())
+    require_disk(run.path, needed, "the exported checkpoint")
+    check_supported(base.folder)
+    partial = run.partial("export", {"config": config.model_dump(mode="json"), "inputs": inputs})
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(dir=run.path) as offload:
+        write_checkpoint(partial, base, layout, folder, dtype, offload, progress)
+    report = describe(base, layout, dtype, run.manifest("init").report["relative_error"])
+    write_card(partial, base, layout, report)
+    if any((base.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        load_tokenizer(partial)
+    return run.commit("export", partial, config, inputs, report)
+
+
+def describe(base: BaseModel, layout: Layout, dtype: torch.dtype, relative_error: dict[str, float]) -> dict:
+    """What a checkpoint is, for `--json`, `status` and the model card."""
+    shape = base_shape(base.folder, layout, dtype)
+    return {
+        "base_model": base.source,
+        "dtype": str(dtype).removeprefix("torch."),
+        "rank_k": layout.rank_k,
+        "rank_v": layout.rank_v,
+        "channels": shape.channels,
+        "bits_k": layout.bits_k,
+        "bits_v": layout.bits_v,
+        "group": layout.group,
+        "window": layout.window,
+        "sinks": layout.sinks,
+        "cache_bytes_per_token": {
+            "base": base_bytes(shape, layout, 1),
+            "cskv": bytes_per_token(shape, layout),
+        },
+        "cache_bytes": {
+            str(tokens): {"base": base_bytes(shape, layout, tokens), "cskv": cache_bytes(shape, layout, tokens)}
+            for tokens in CARD_TOKENS
+        },
+        "relative_error": relative_error,
+    }
+
+
+def base_shape(folder: Path, layout: Layout, dtype: torch.dtype) -> Shape:
+    """Channels and precision of the base's cache, from its config alone."""
+    from transformers import AutoConfig
+
+    model = empty_model(AutoConfig.from_pretrained(folder), layout.model_dump())
+    attention = model.model.layers[layout.layers[0]].self_attn
+    return Shape(model.config.num_key_value_heads * attention.head_dim, dtype.itemsize)

@@ -1,0 +1,90 @@
+"""`cskv init`: factors of every key and value projection, and the layout of the cache they are for."""
+
+import math
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from cskv_cli import factors, statistics
+from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.layers import compressible_layers, in_memory, kv_projections, load_by_layer
+from cskv_cli.config import InitConfig
+from cskv_cli.errors import CskvError
+from cskv_cli.factorize import METHODS, Context, squared_error
+from cskv_cli.layout import save_layout, unquantized
+from cskv_cli.progress import Progress
+from cskv_cli.run import Manifest, Run
+
+
+def rank_of(config: InitConfig, name: str, channels: int) -> int:
+    """Channels to keep: the rank given, or what the ratio leaves, at least 1.
+
+    Raises:
+        CskvError: a rank larger than the projection has channels.
+    """
+    rank = getattr(config, f"rank_{name}") or max(1, round((1 - getattr(config, f"ratio_{name}")) * channels))
+    if rank > channels:
+        raise CskvError(
+            f"--rank-{name} {rank} is more than the {channels} channels the cache has", "give a smaller one"
+        )
+    return rank
+
+
+def init(run: Run, base: BaseModel, config: InitConfig, inputs: dict[str, str], progress: Progress) -> Manifest:
+    """Factorize layer by layer; a layer finished before an interruption is not done again.
+
+    The report holds the relative error ||X W - X A B|| / ||X W|| on the calibration tokens X, per layer and over all.
+    """
+    partial = run.partial("init", {"config": config.model_dump(mode="json"), "inputs": inputs})
+    partial.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=run.path) as offload:
+        model = load_by_layer(base.folder, offload, dtype=torch.float32, device="cpu")
+        layers = compressible_layers(model.config)
+        heads = model.config.num_key_value_heads
+        channels = heads * model.model.layers[layers[0]].self_attn.head_dim
+        ranks = {name: rank_of(config, name, channels) for name in "kv"}
+        errors = []
+        with progress.task("factorize", len(layers), "layers") as advance:
+            for i in layers:
+                errors.append(_layer(run, partial, model.model.layers[i].self_attn, i, ranks, config))
+                advance(1)
+        count = model.config.num_hidden_layers
+    per_layer = {name: tuple(ranks[name] if i in layers else None for i in range(count)) for name in "kv"}
+    save_layout(partial, unquantized(config.window, config.sinks, per_layer["k"], per_layer["v"]))
+    return run.commit("init", partial, config, inputs, _report(layers, errors))
+
+
+def _layer(
+    run: Run, partial: Path, attention: nn.Module, index: int, ranks: dict[str, int], config: InitConfig
+) -> dict:
+    """Factorize one layer unless it is there; gives {"k": (squared error, squared norm), "v": ...}."""
+    stats = statistics.load_layer(run.folder("calibrate"), index)
+    gram = stats.gram.double()
+    done = factors.layer_path(partial, index).exists()
+    result, sizes = factors.load_layer(partial, index) if done else {}, {}
+    with in_memory(attention):
+        weights = {name: weight.double() for name, (weight, _) in kv_projections(attention).items()}
+    for position, (name, weight) in enumerate(weights.items()):
+        if not done:
+            generator = torch.Generator().manual_seed(config.seed * 10_000 + index * 2 + position)
+            context = Context(gram, stats.mean_abs.double(), config.alpha, generator)
+            a, b = METHODS[config.method](weight, ranks[name], context)
+            result |= {f"{name}.a": a.float(), f"{name}.b": b.float()}
+        sizes[name] = squared_error(weight, result[f"{name}.a"].double(), result[f"{name}.b"].double(), gram)
+    if not done:
+        factors.save_layer(partial, index, result)
+    return sizes
+
+
+def _report(layers: list[int], errors: list[dict]) -> dict:
+    """Relative errors; float noise below zero counts as zero."""
+    relative = lambda parts: math.sqrt(max(sum(e for e, _ in parts), 0) / sum(n for _, n in parts))  # noqa: E731
+    return {
+        "layers": [
+            {"index": i} | {name: relative([sizes[name]]) for name in "kv"}
+            for i, sizes in zip(layers, errors, strict=True)
+        ],
+        "relative_error": {name: relative([sizes[name] for sizes in errors]) for name in "kv"},
+    }

@@ -1,0 +1,56 @@
+"""`cskv compress --dry-run`: what a compression would take and give, from the config alone."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.layers import compressible_layers
+from cskv_cli.checkpoint.weights import free_bytes
+from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig
+from cskv_cli.layout import unquantized
+from cskv_cli.memory import base_bytes, bytes_per_token
+from cskv_cli.run import Run
+from cskv_cli.stages.export import base_shape
+from cskv_cli.stages.init import rank_of
+
+
+def make_plan(
+    run: Run, base: BaseModel, calibrate: CalibrateConfig, init: InitConfig, export: ExportConfig
+) -> dict[str, Any]:
+    """Ranks, bytes of cache per token, factor parameters, and the disk and memory needed.
+
+    Disk is the run directory's share: statistics, factors in float32 and the exported checkpoint. Memory is that of the
+    largest step, calibration: one decoder layer and the hidden states of all windows (in and out of the layer).
+    """
+    config = AutoConfig.from_pretrained(base.folder)
+    layers, hidden = compressible_layers(config), config.hidden_size
+    spread = lambda rank: tuple(rank if i in layers else None for i in range(config.num_hidden_layers))  # noqa: E731
+    stored = getattr(torch, base.dtype)
+    dtype = stored if export.dtype == "auto" else getattr(torch, export.dtype)
+    compute = stored if calibrate.dtype == "auto" else getattr(torch, calibrate.dtype)
+    shape = base_shape(base.folder, unquantized(init.window, init.sinks, spread(1), spread(1)), dtype)
+    ranks = {name: rank_of(init, name, shape.channels) for name in "kv"}
+    layout = unquantized(init.window, init.sinks, spread(ranks["k"]), spread(ranks["v"]))
+    factors = len(layers) * sum(ranks.values()) * (hidden + shape.channels)
+    statistics = len(layers) * hidden * hidden * 4
+    weights = base.parameter_bytes // stored.itemsize * dtype.itemsize
+    states = calibrate.samples * calibrate.seq_len * hidden * compute.itemsize
+    layer = base.parameter_bytes // stored.itemsize * compute.itemsize // config.num_hidden_layers
+    return {
+        "base_model": base.source,
+        "data": list(calibrate.data) or ["self", "builtin"],
+        "samples": calibrate.samples,
+        "seq_len": calibrate.seq_len,
+        "rank_k": layout.rank_k,
+        "rank_v": layout.rank_v,
+        "channels": shape.channels,
+        "window": init.window,
+        "sinks": init.sinks,
+        "cache_bytes_per_token": {"base": base_bytes(shape, layout, 1), "cskv": bytes_per_token(shape, layout)},
+        "factor_parameters": factors,
+        "disk_bytes": weights + factors * (4 + dtype.itemsize) + statistics,
+        "free_bytes": free_bytes(run.path),
+        "memory_bytes": states + layer + 3 * hidden * hidden * 8,
+    }

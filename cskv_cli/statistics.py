@@ -1,0 +1,137 @@
+"""What calibration keeps of each layer's attention input, and how it lies on disk."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from cskv_cli.errors import CskvError
+
+MAX_RUNS = 16
+RUN_TOKENS = 128
+SKIPPED_TOKENS = 32  # sinks and what still settles behind them
+
+_TENSORS = ("gram", "mean", "mean_abs", "sample")
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Statistics of one layer's attention input x over all tokens.
+
+    Attributes:
+        gram: X^T X, summed over the tokens, [hidden, hidden], float32.
+        mean, mean_abs: mean of x and of |x|, [hidden], float32.
+        sample: consecutive tokens of real text, [runs, tokens of a run, hidden], in the dtype of computation.
+        tokens: how many tokens were seen.
+    """
+
+    gram: torch.Tensor
+    mean: torch.Tensor
+    mean_abs: torch.Tensor
+    sample: torch.Tensor
+    tokens: int
+
+
+class Collector:
+    """Gathers `LayerStatistics` batch by batch: products in float32, their sum in float64.
+
+    The sample is one run of 128 tokens from each of at most 16 windows, evenly spread over the windows and over the
+    places in a window behind its first 32 tokens. Of windows of less than 160 tokens a run is what is left behind
+    the first 32, and of windows of less than 64 their second half.
+    """
+
+    def __init__(self, windows: int, seq_len: int) -> None:
+        self.tokens = 0
+        self._runs = sample_runs(windows, seq_len)
+        self._sample: list[torch.Tensor] = []
+        self._sums: tuple[torch.Tensor, ...] = ()  # of x^T x, x and |x|
+
+    def add(self, first: int, inputs: torch.Tensor) -> None:
+        """Take in windows `first` and following, [batch, seq_len, hidden]."""
+        for window, tokens in self._runs:
+            if first <= window < first + len(inputs):
+                self._sample.append(inputs[window - first, tokens].cpu())
+        x = inputs.flatten(0, 1).float()
+        parts = (x.T @ x, x.sum(0), x.abs().sum(0))
+        if not self._sums:
+            place = "cpu" if x.device.type == "mps" else x.device  # mps has no float64
+            self._sums = tuple(torch.zeros_like(part, dtype=torch.float64, device=place) for part in parts)
+        for total, part in zip(self._sums, parts, strict=True):
+            total += part.to(total.device)
+        self.tokens += len(x)
+
+    def result(self) -> LayerStatistics:
+        """Return the statistics of what was taken in."""
+        gram, total, total_abs = (part.cpu() for part in self._sums)
+        mean, mean_abs = (total / self.tokens).float(), (total_abs / self.tokens).float()
+        return LayerStatistics(gram.float(), mean, mean_abs, torch.stack(self._sample), self.tokens)
+
+
+def sample_runs(windows: int, seq_len: int) -> list[tuple[int, slice]]:
+    """Return the window and the tokens of each run of the sample (see `Collector`)."""
+    runs = min(MAX_RUNS, windows)
+    skipped = min(SKIPPED_TOKENS, seq_len // 2)
+    length = min(RUN_TOKENS, seq_len - skipped)
+    starts = [skipped + (seq_len - length - skipped) * run // max(1, runs - 1) for run in range(runs)]
+    return [(run * windows // runs, slice(start, start + length)) for run, start in enumerate(starts)]
+
+
+def layer_file(folder: Path, index: int) -> Path:
+    """Where the statistics of a layer are."""
+    return folder / f"layer-{index:03d}.safetensors"
+
+
+def save_layer(folder: Path, index: int, statistics: LayerStatistics) -> None:
+    """Write the statistics of a layer; the file is there whole or not at all.
+
+    Raises:
+        CskvError: it cannot be written.
+    """
+    tensors = {name: getattr(statistics, name) for name in _TENSORS}
+    save_atomically(layer_file(folder, index), tensors, {"tokens": str(statistics.tokens)})
+
+
+def load_layer(folder: Path, index: int) -> LayerStatistics:
+    """Read the statistics of a layer, on the CPU.
+
+    Raises:
+        CskvError: the file is missing, cut short, or something else.
+    """
+    path = layer_file(folder, index)
+    if not path.exists():
+        raise CskvError(f"{path} is missing: layer {index} was not calibrated", "run: cskv calibrate")
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in _TENSORS}
+            return LayerStatistics(**tensors, tokens=int(file.metadata()["tokens"]))
+    except (SafetensorError, OSError, KeyError, TypeError) as error:
+        raise CskvError(f"{path} is damaged: {error}", f"delete {folder} and run: cskv calibrate") from error
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a safetensors file is there with all the bytes its header promises."""
+    try:
+        with safe_open(path, "pt"):
+            return True
+    except (SafetensorError, OSError):
+        return False
+
+
+def save_atomically(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file under another name (`*.tmp`), bring it to the disk, then give it its own.
+
+    Raises:
+        CskvError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file(tensors, temporary, metadata)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (SafetensorError, OSError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CskvError(f"cannot write {path}: {error}", "free some space, then run the command again") from error

@@ -1,0 +1,158 @@
+"""Small random models of many families, each in the variant that brings out what is special about it."""
+
+import copy
+
+import torch
+import transformers
+from torch import nn
+
+from cskv_cli.modeling import modeling_cskv
+
+SMALL = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+    initializer_range=0.15,
+)
+MOE = dict(num_local_experts=4, num_experts_per_tok=2)
+SLIDING_FULL = ["sliding_attention", "full_attention"]
+
+FAMILIES = {
+    "Llama": {},
+    "Llama:bias": dict(attention_bias=True),
+    "Llama:yarn": dict(
+        rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=10000.0, original_max_position_embeddings=64)
+    ),
+    "Llama:dynamic": dict(
+        rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=10000.0), max_position_embeddings=16
+    ),
+    "Mistral": dict(sliding_window=None),
+    "Mixtral": MOE,
+    "Ministral3": {},
+    "Qwen2": {},
+    "Qwen2:swa": dict(use_sliding_window=True, sliding_window=8, max_window_layers=2),
+    "Qwen3": {},
+    "Qwen3Moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "Gemma": {},
+    "Gemma2": dict(sliding_window=8, query_pre_attn_scalar=16),
+    "Gemma3": dict(sliding_window=8, query_pre_attn_scalar=16, layer_types=SLIDING_FULL * 2),
+    "Gemma3:6l": dict(sliding_window=8, query_pre_attn_scalar=16, num_hidden_layers=6, layer_types=SLIDING_FULL * 3),
+    "Phi": dict(qk_layernorm=True),
+    "Phi3": {},
+    "Phi3:partial": dict(partial_rotary_factor=0.5),
+    "Olmo": dict(clip_qkv=0.5),
+    "Olmo2": {},
+    "Olmo3": dict(sliding_window=8),
+    "Olmoe": dict(clip_qkv=0.8, num_experts=4, num_experts_per_tok=2),
+    "Granite": dict(attention_multiplier=0.25),
+    "GraniteMoe": MOE,
+    "Cohere": dict(use_qk_norm=True),
+    "Cohere:noqk": {},
+    "Cohere2": dict(sliding_window=8, layer_types=SLIDING_FULL * 2),
+    "Starcoder2": dict(use_bias=True),
+    "SmolLM3": dict(no_rope_layers=[1, 0, 1, 0]),
+    "Glm": {},
+    "Glm4": {},
+    "Helium": {},
+    "SeedOss": {},
+    "Ernie4_5": {},
+    "Arcee": {},
+    "Nemotron": {},
+    "StableLm": {},
+    "GptOss": dict(**MOE, sliding_window=8),
+    "Exaone4": {},
+    "Apertus": {},
+    "MiniMaxM2": MOE,
+    "BitNet": {},
+}
+
+FAMILIES = {f: v for f, v in FAMILIES.items() if hasattr(transformers, f"{f.split(':')[0]}ForCausalLM")}
+
+
+def base_model(family: str, **overrides):
+    """A random model in float32 whose biases, norms and sinks are not at their initial zeros and ones."""
+    name = family.split(":")[0]
+    config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    settings = {**SMALL, **FAMILIES.get(family, {}), **overrides}
+    if transformers.__version__ < "5" and (rope := settings.pop("rope_parameters", None)):  # its names before
+        settings.update(rope_scaling=rope, rope_theta=rope["rope_theta"])
+    config = config_class(**settings)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias") or "norm" in key:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            if "sinks" in key:
+                parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+def projections(attention: nn.Module):
+    """(weight [channels, hidden], bias) of the key and of the value projection."""
+    if hasattr(attention, "k_proj"):
+        return [(p.weight, p.bias) for p in (attention.k_proj, attention.v_proj)]
+    channels = attention.num_key_value_heads * attention.head_dim
+    weight = attention.qkv_proj.weight
+    return [(weight[-2 * channels : -channels], None), (weight[-channels:], None)]
+
+
+def cskv_block(base, rank=None, window=4, sinks=2, bits=None, group=4):
+    """The `cskv` entry of a config, with the same settings in every full-attention layer (rank None: full rank)."""
+    kinds = getattr(base.config, "layer_types", None) or ["full_attention"] * base.config.num_hidden_layers
+    per_layer = lambda value: [value if kind == "full_attention" else None for kind in kinds]  # noqa: E731
+    rank = rank or base.config.hidden_size
+    return dict(
+        window=window,
+        sinks=sinks,
+        rank_k=per_layer(rank),
+        rank_v=per_layer(rank),
+        bits_k=per_layer(bits),
+        bits_v=per_layer(bits),
+        clip_k=per_layer(1.0),
+        clip_v=per_layer(1.0),
+        group=group,
+    )
+
+
+def compressed(base, factors=None, **settings):
+    """The CSKV model over the weights of `base`.
+
+    Without `factors` (a function of the projection's weight [channels, hidden] that gives A [hidden, r] and
+    B [r, channels]) they are exact: A is the identity, B the projection itself.
+    """
+    config = copy.deepcopy(base.config)
+    config.cskv = cskv_block(base, **settings)
+    model = getattr(modeling_cskv, f"CSKV{type(base).__name__}")(config).float().eval()
+    assert not model.load_state_dict(base.state_dict(), strict=False).unexpected_keys
+    factors = factors or (lambda weight: (torch.eye(weight.shape[1]), weight.T))
+    with torch.no_grad():
+        for layer, rank in zip(model.model.layers, config.cskv["rank_k"], strict=True):
+            if rank is None:
+                continue
+            attention = layer.self_attn
+            for name, (weight, bias) in zip("kv", projections(attention), strict=True):
+                down, up = factors(weight)
+                getattr(attention, f"{name}_down").weight.copy_(down.T)
+                getattr(attention, f"{name}_up").weight.copy_(up.T)
+                if bias is not None:
+                    getattr(attention, f"{name}_up").bias.copy_(bias)
+    return model
+
+
+def truncated(rank: int):
+    """Factors of low rank, by truncated SVD."""
+
+    def factors(weight):
+        u, s, v = torch.linalg.svd(weight.T, full_matrices=False)
+        return u[:, :rank] * s[:rank], v[:rank]
+
+    return factors

@@ -1,0 +1,31 @@
+"""At full rank and without quantization a CSKV model is its base: same tokens, same logits, in every family."""
+
+import pytest
+import torch
+
+from tests.families import FAMILIES, base_model, compressed
+
+IDS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(7))
+PADDED = IDS.clone()
+PADDED[0, :5] = 0
+MASK = (PADDED != 0).long()
+INPUTS = {"padded": dict(input_ids=PADDED, attention_mask=MASK), "plain": dict(input_ids=IDS)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_rank_equals_base(family):
+    base = base_model(family)
+    model = compressed(base, window=4, sinks=2)
+    for implementation in ("eager", "sdpa"):
+        try:
+            base.set_attn_implementation(implementation)
+        except ValueError:  # this family has no such implementation
+            continue
+        model.set_attn_implementation(implementation)
+        for inputs in INPUTS.values():
+            greedy = dict(max_new_tokens=16, do_sample=False, return_dict_in_generate=True, output_logits=True)
+            expected, got = base.generate(**inputs, **greedy), model.generate(**inputs, **greedy)
+            assert torch.equal(got.sequences, expected.sequences)
+            torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=2e-4, rtol=2e-4)
+            assert got.logits[0].isfinite().all()
+            assert type(got.get("cache", got.get("past_key_values"))).__name__ == "CSKVCache"
