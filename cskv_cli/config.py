@@ -69,6 +69,9 @@ class QuantizeConfig(StageConfig):
 class ExportConfig(StageConfig):
     """`cskv export`."""
 
+    factors: Literal["auto", "init", "quantize"] = Field(
+        "auto", description="Stage whose factors to export; auto is quantize where it was run, else init."
+    )
     dtype: Dtype = Field("auto", description="Precision of the exported weights; auto keeps the base model's.")
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import os
 import signal
 import sys
@@ -82,6 +83,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 def _guarded(work: Callable[..., None], console: Console, debug: bool) -> None:
     """Run a verb; exit 1 with message and hint on failure, 130 and 143 when interrupted or told to stop."""
     signal.signal(signal.SIGTERM, _stop)
+    _hush_libraries(console)
     try:
         work(console=console)
     except (typer.Exit, typer.BadParameter, SystemExit):
@@ -114,6 +116,14 @@ def _fail(console: Console, message: str, hint: str, debug: bool) -> None:
     console.result({"error": message, "hint": hint})
     console.fail(message, hint)
     raise SystemExit(1) from None
+
+
+def _hush_libraries(console: Console) -> None:
+    """Libraries read these when they are imported, which is after this."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not console.chatty:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
 def _stop(number: int, frame: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cskv_cli.checkpoint.base import BaseModel
-from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig, StageConfig
+from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig, QuantizeConfig, StageConfig
 from cskv_cli.console import Console
 from cskv_cli.options import Settings
 from cskv_cli.run import Manifest, Run
@@ -33,12 +33,14 @@ class Pipeline:
 
     def calibrate(self) -> Manifest:
         """Statistics of the layers' inputs."""
+        from cskv_cli.checkpoint.load import load_tokenizer
         from cskv_cli.stages import calibrate
 
         config = self.config("calibrate", CalibrateConfig)
 
         def make(inputs: dict[str, str]) -> Manifest:
-            windows = calibrate.windows_for(config, self.base, self.console.progress)
+            tokenizer = load_tokenizer(self.base.folder)
+            windows = calibrate.windows_for(config, self.base, tokenizer, self.console.progress)
             for note in windows.notes:
                 self.console.warn(note)
             return calibrate.calibrate(self.run, self.base, config, inputs, windows, self.console.progress)
@@ -66,12 +68,28 @@ class Pipeline:
             "init", config, inputs, lambda inputs: init(self.run, self.base, config, inputs, self.console.progress)
         )
 
-    def export(self, source: str, factors: Manifest) -> Manifest:
-        """The checkpoint, from the factors of stage `source`."""
+    def quantize(self, factors: Manifest) -> Manifest:
+        """The same factors in bases that quantize well, and how to."""
+        from cskv_cli.stages.quantize import quantize
+
+        config = self.config("quantize", QuantizeConfig)
+        inputs = {factors.stage: factors.digest, "calibrate": self.run.manifest("calibrate").digest}
+        return self._stage(
+            "quantize",
+            config,
+            inputs,
+            lambda inputs: quantize(self.run, factors.stage, config, inputs, self.console.progress),
+        )
+
+    def export(self) -> Manifest:
+        """The checkpoint, from the factors of the stage that the settings name."""
         from cskv_cli.stages.export import export
 
         config = self.config("export", ExportConfig)
-        inputs = {source: factors.digest}
+        source = config.factors
+        if source == "auto":
+            source = "init" if self.run.manifest("quantize") is None else "quantize"
+        inputs = {source: self.run.require(source).digest}
         return self._stage(
             "export",
             config,

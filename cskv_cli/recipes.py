@@ -5,10 +5,10 @@ from typing import Any
 
 import yaml
 
-from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig
+from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig, QuantizeConfig
 from cskv_cli.errors import CskvError
 
-STAGE_CONFIGS = {"calibrate": CalibrateConfig, "init": InitConfig, "export": ExportConfig}
+STAGE_CONFIGS = {"calibrate": CalibrateConfig, "init": InitConfig, "quantize": QuantizeConfig, "export": ExportConfig}
 _HERE = Path(__file__).parent
 
 

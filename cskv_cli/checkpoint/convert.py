@@ -5,8 +5,8 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,7 @@ def _build_from_gguf(file: Path, out: Path) -> str:
 
     reader = _open_gguf(file)
     require_disk(out, sum(int(tensor.n_elements) * 4 for tensor in reader.tensors), f"dequantizing {file.name}")
-    with _silent_transformers():
+    with redirect_stderr(io.StringIO()):  # progress bars: the GGUF reader's knows no switch
         try:
             model, loading = AutoModelForCausalLM.from_pretrained(
                 file.parent,
@@ -241,21 +241,6 @@ def _unshare(state: dict[str, "Tensor"], tied: set[str]) -> dict[str, "Tensor"]:
             continue
         kept[name] = tensor.contiguous().clone() if shared else tensor.contiguous()
     return kept
-
-
-@contextmanager
-def _silent_transformers() -> Iterator[None]:
-    """No progress bars; the one of the GGUF reader knows no switch."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cskv_cli import recipes
+from cskv_cli.commands.quantize import BitsOption, bits_settings
 from cskv_cli.commands.report import show_checkpoint
-from cskv_cli.config import CalibrateConfig, Dtype, InitConfig
+from cskv_cli.config import CalibrateConfig, Dtype, InitConfig, QuantizeConfig
 from cskv_cli.console import Console
 from cskv_cli.errors import CskvError
 from cskv_cli.layout import span
@@ -28,7 +29,7 @@ ExportDtypeOption = Annotated[
 DryOption = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
 
 
-@verb(calibrate=CalibrateConfig, init=InitConfig)
+@verb(calibrate=CalibrateConfig, init=InitConfig, quantize=QuantizeConfig)
 def compress(
     settings: Settings,
     console: Console,
@@ -36,14 +37,16 @@ def compress(
     revision: RevisionOption = None,
     recipe: RecipeOption = None,
     out: OutOption = None,
+    bits: BitsOption = None,
     export_dtype: ExportDtypeOption = None,
     dry_run: DryOption = False,
     run: RunOption = DEFAULT_RUN,
 ) -> None:
-    """Calibrate, factorize and export in one go. What the run directory holds already is reused."""
+    """Calibrate, factorize, quantize if bits are given, and export; what the run directory holds is reused."""
     from cskv_cli.pipeline import Pipeline
 
     settings["export"] = {} if export_dtype is None else {"dtype": export_dtype}
+    settings["quantize"] = bits_settings(bits, settings["quantize"])
     if recipe is not None:
         model, revision, settings = _merge(recipe, model, revision, settings)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -54,7 +57,10 @@ def compress(
         if dry_run:
             return _show_plan(pipeline, console)
         factors = pipeline.init(pipeline.calibrate())
-        manifest = pipeline.export("init", factors)
+        if pipeline.settings["quantize"]:
+            factors = pipeline.quantize(factors)
+        pipeline.settings["export"] |= {"factors": factors.stage}
+        manifest = pipeline.export()
         folder = here.folder("export")
         if out is not None:
             folder = _copy(folder, out)

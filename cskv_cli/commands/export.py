@@ -14,6 +14,5 @@ def export(settings: Settings, console: Console, run: RunOption = DEFAULT_RUN) -
 
     here = Run(run)
     with here.lock():
-        pipeline = Pipeline(here, None, None, settings, console)
-        manifest = pipeline.export("init", here.require("init"))
+        manifest = Pipeline(here, None, None, settings, console).export()
     show_checkpoint(console, run / "export", manifest.report)

@@ -31,7 +31,7 @@ def decode_simulation(model: PreTrainedModel) -> Iterator[None]:
     """Inside, a forward of `model` (a CSKV model) with `use_cache=False` on whole, unpadded windows [batch, tokens]
     gives the logits that feeding the tokens one by one through a `CSKVCache` would give.
 
-    Query i sees exact keys and values of the tokens j >= i - window and j < sinks, and of the others those rebuilt from
+    Query i sees exact keys and values of the tokens j > i - window and j < sinks, and of the others those rebuilt from
     their (dequantized) latents. Differentiable with respect to the factors.
     """
     layers = CSKVCache(model.config).layers
@@ -84,7 +84,7 @@ def simulation_mask(
     """
     query, key = torch.arange(tokens, device=device)[:, None], torch.arange(tokens, device=device)
     causal = key <= query
-    exact = (key >= query - window) | (key < sinks)
+    exact = (key > query - window) | (key < sinks)
     seen = torch.cat([causal & exact, causal & ~exact], dim=1)
     mask = torch.zeros(seen.shape, dtype=dtype, device=device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]

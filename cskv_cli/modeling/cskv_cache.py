@@ -185,7 +185,7 @@ class CSKVLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states, value_states
         keys, values = self._all(attention, past + key_states.shape[2], rotation is not None)
-        keys, values = self._with_sinks(keys, values, past)
+        self._place_sinks(keys, values, past)
         for store, new in zip(self.latents, latents, strict=True):
             store.append(new)
         if not self.record_past:
@@ -201,26 +201,22 @@ class CSKVLayer(CacheLayerMixin):
         values = attention.rebuild_values(latent_values), self.values
         return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
-    def _with_sinks(self, keys: torch.Tensor, values: torch.Tensor, past: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put the sinks in their places, and keep those that are new."""
+    def _place_sinks(self, keys: torch.Tensor, values: torch.Tensor, past: int) -> None:
+        """Keep the sinks that are new, and put all of them where `keys` and `values` have rebuilt ones."""
         if not self.sinks:
-            return keys, values
+            return
         last = self.rows.read_exactly(self.sinks, keys.device).unsqueeze(1)
         place = last + torch.arange(-self.sinks, 0, device=keys.device)
-        known = (place < past)[:, None, :, None]
-        place = place.clamp(max=keys.shape[2] - 1)[:, None, :, None]
-        place = place.expand(keys.shape[0], keys.shape[1], -1, -1)
-        held = []
-        for states, sinks in ((keys, self.sink_keys), (values, self.sink_values)):
-            index = place.expand(-1, -1, -1, states.shape[-1])
-            there = states.gather(2, index)
-            held.append(there if sinks is None else torch.where(known, sinks, there))
+        place = place.clamp(max=keys.shape[2] - 1)[:, None, :, None]  # a sink to come is the last token for now
+        held, rebuilt = [], keys.shape[2] - self.keys.shape[2]
+        for exact, sinks in ((self.keys, self.sink_keys), (self.values, self.sink_values)):
+            index = (place - rebuilt).clamp(min=0).expand(*exact.shape[:2], -1, exact.shape[3])
+            new = exact.gather(2, index)
+            held.append(new if sinks is None else torch.where(place < past, sinks, new))
         self.sink_keys, self.sink_values = held
-        if keys is self.keys:
-            return keys, values
-        for states, sinks in ((keys, self.sink_keys), (values, self.sink_values)):
-            states.scatter_(2, place.expand(-1, -1, -1, states.shape[-1]), sinks)
-        return keys, values
+        if rebuilt:
+            for states, sinks in zip((keys, values), held, strict=True):
+                states.scatter_(2, place.expand_as(sinks), sinks)
 
     def _settle(self, removed: int = 0) -> None:
         """Let go of the exact keys and values outside the window, and pack the latents that fill a group.

@@ -144,11 +144,11 @@ def _comparison(k: list[Spectrum], v: list[Spectrum]) -> str:
 
 
 def _hardest(spectra: Spectra, ratios: dict[str, float]) -> list[str]:
-    """The layers with the largest error of K and V together, up to three; nothing where there are too few to choose."""
-    errors = {i: {name: pair[name].relative_error(ratios[name]) for name in "kv"} for i, pair in spectra.items()}
-    worst = sorted(errors, key=lambda i: -sum(errors[i].values()))[: min(3, len(errors) // 4)]
-    if not worst:
+    """The three layers with the largest error of K and V together; nothing where there are few to choose from."""
+    if len(spectra) < 6:
         return []
+    errors = {i: {name: pair[name].relative_error(ratios[name]) for name in "kv"} for i, pair in spectra.items()}
+    worst = sorted(errors, key=lambda i: -sum(errors[i].values()))[:3]
     named = [f"{i} ({_percent(errors[i]['k'])} of K, {_percent(errors[i]['v'])} of V)" for i in worst]
     return [f"Hardest at the latter are layers {', '.join(named)}."]
 

@@ -49,7 +49,8 @@ def _remember(run: Run, base: BaseModel, source: str, weights: str, progress: Pr
     from cskv_cli.checkpoint.probe import check_supported
 
     check_supported(base.folder)
-    check_finite(base.shards, progress)
+    with progress.task("check weights", base.parameter_bytes, "bytes") as advance:
+        check_finite(base.shards, advance)
     config = BaseConfig(source=source, revision=base.revision)
     report = dict(kind=base.kind, model_type=base.config["model_type"], dtype=base.dtype, bytes=base.parameter_bytes)
     partial = run.partial("base", {"weights": weights})

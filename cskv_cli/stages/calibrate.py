@@ -74,13 +74,12 @@ def calibrate(
     device, dtype = pick_device(config.device), _dtype(config, base)
     partial = run.partial("calibrate", _identity(config, inputs, windows, device, dtype))
     partial.mkdir(parents=True, exist_ok=True)
-    _remove_all_but(partial, "layer-*.safetensors", HIDDEN)
     with tempfile.TemporaryDirectory(dir=run.path) as offload:
         model = load_by_layer(base.folder, Path(offload), dtype=dtype, device=device)
-        layers = compressible_layers(model)
+        layers = compressible_layers(model.config)
         states = LayerByLayer(model, windows.ids, device)
         speed = _collect(states, layers, partial, progress)
-    _remove_all_but(partial, "layer-*.safetensors")
+    _remove_all_but_layers(partial)
     report = {
         "layers": layers,
         "tokens": windows.ids.numel(),
@@ -105,10 +104,10 @@ def _identity(
     return {"config": settings, "inputs": inputs, "ids": ids}
 
 
-def _remove_all_but(folder: Path, *patterns: str) -> None:
-    """Remove what a killed process left half-written, and what is needed no more."""
+def _remove_all_but_layers(folder: Path) -> None:
+    """Remove the hidden states, and what a killed process left half-written."""
     for path in folder.iterdir():
-        if not any(path.match(pattern) for pattern in patterns):
+        if not path.match("layer-*.safetensors"):
             path.unlink()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cskv_cli.checkpoint.base import resolve_base
@@ -56,6 +57,17 @@ def test_a_folder_is_described_from_its_headers(saved, resolve, which):
     assert set(base.weight_map) == set(state)
     assert base.shards == sorted(saved[which].glob("*.safetensors"))
     assert (len(base.shards) > 1) == (which == "many")
+
+
+def test_the_dtype_is_that_of_most_bytes(folder, resolve):
+    norms = {f"norm.{i}": torch.ones(2) for i in range(9)}
+    save_file({"w": torch.ones(99, dtype=torch.float16)} | norms, folder / "model.safetensors")
+    assert resolve(folder).dtype == "float16"
+
+
+def test_a_gguf_beside_a_whole_model_is_left_alone(folder, resolve):
+    (folder / "m.gguf").write_bytes(b"GGUF")
+    assert resolve(folder).kind == "folder"
 
 
 def test_the_weight_map_is_the_index(saved, resolve):

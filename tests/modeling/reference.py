@@ -6,7 +6,7 @@ import torch
 def rope(states, positions):
     """Llama's rotation of [heads, tokens, head_dim]."""
     half = states.shape[-1] // 2
-    angles = positions[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    angles = positions[:, None] / 10000.0 ** (torch.arange(half) / half)
     a, b = states[..., :half], states[..., half:]
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
 
@@ -22,7 +22,7 @@ def reference_logits(model, ids, prompt, quantizers=(None, None), pad=0):
     `pad` tokens before them only move the borders of the groups that `quantizers` (keys, values) see.
     """
     window, sinks = model.config.cskv["window"], model.config.cskv["sinks"]
-    inputs = [torch.empty(0, model.config.hidden_size) for _ in model.model.layers]
+    inputs = [torch.empty(0, model.config.hidden_size, dtype=model.dtype) for _ in model.model.layers]
     logits = []
     for start, stop in [(0, prompt)] + [(t, t + 1) for t in range(prompt, len(ids))]:
         new, every = torch.arange(start, stop), torch.arange(stop)
@@ -36,7 +36,7 @@ def reference_logits(model, ids, prompt, quantizers=(None, None), pad=0):
                 full, down, up = (getattr(attention, f"{name}_{end}") for end in ("proj", "down", "up"))
                 latents = down(inputs[i])
                 if quantizer is not None and (packed := (pad + start) // quantizer.group * quantizer.group) > pad:
-                    padded = torch.cat([torch.full((pad, latents.shape[1]), 1e4), latents])[None]
+                    padded = torch.cat([torch.full((pad, latents.shape[1]), 1e4, dtype=latents.dtype), latents])[None]
                     padded[:, :packed] = quantizer.round_trip(padded[:, :packed], pad + sinks)
                     latents = padded[0, pad:]
                 states.append(heads(torch.where(exact[:, None], full(inputs[i]), up(latents)), width))

