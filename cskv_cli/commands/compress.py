@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -43,6 +43,7 @@ def compress(
     run: RunOption = DEFAULT_RUN,
 ) -> None:
     """Calibrate, factorize, quantize if bits are given, and export; what the run directory holds is reused."""
+    from cskv_cli.checkpoint.weights import require_disk
     from cskv_cli.pipeline import Pipeline
 
     settings["export"] = {} if export_dtype is None else {"dtype": export_dtype}
@@ -54,8 +55,10 @@ def compress(
     here = Run(run)
     with here.lock():
         pipeline = Pipeline(here, model, revision, settings, console)
+        plan = _plan(pipeline)
         if dry_run:
-            return _show_plan(pipeline, console)
+            return _show_plan(plan, console)
+        require_disk(run, plan["disk_bytes"], "the run")
         factors = pipeline.init(pipeline.calibrate())
         if pipeline.settings["quantize"]:
             factors = pipeline.quantize(factors)
@@ -80,6 +83,16 @@ def _merge(recipe: str, model: str | None, revision: str | None, flags: Settings
     return model, revision, settings
 
 
+def _plan(pipeline: "Pipeline") -> dict[str, Any]:
+    """What is about to be done; bad settings are refused here, before the long work."""
+    from cskv_cli.stages.plan import make_plan
+
+    configs = {stage: pipeline.config(stage, kind) for stage, kind in recipes.STAGE_CONFIGS.items()}
+    if not pipeline.settings["quantize"]:
+        configs["quantize"] = None
+    return make_plan(pipeline.run, pipeline.base, **configs)
+
+
 def _copy(folder: Path, out: Path) -> Path:
     """A copy of the checkpoint that is there whole or not at all."""
     temporary = out.with_name(f".{out.name}.tmp")
@@ -92,11 +105,7 @@ def _copy(folder: Path, out: Path) -> Path:
     return out
 
 
-def _show_plan(pipeline: "Pipeline", console: Console) -> None:
-    from cskv_cli.stages.plan import make_plan
-
-    configs = (pipeline.config(stage, kind) for stage, kind in recipes.STAGE_CONFIGS.items())
-    plan = make_plan(pipeline.run, pipeline.base, *configs)
+def _show_plan(plan: dict[str, Any], console: Console) -> None:
     size = plan["cache_bytes_per_token"]
     console.table(
         f"Plan for {plan['base_model']}",
@@ -104,6 +113,10 @@ def _show_plan(pipeline: "Pipeline", console: Console) -> None:
         [
             ("calibration", f"{plan['samples']} windows of {plan['seq_len']} tokens ({', '.join(plan['data'])})"),
             ("ranks", f"keys {span(plan['rank_k'])}, values {span(plan['rank_v'])} of {plan['channels']}"),
+            (
+                "bits",
+                f"keys {span(plan['bits_k'])}, values {span(plan['bits_v'])}" if plan["group"] else "as the model",
+            ),
             ("cache bytes per token", f"{size['base']:,} -> {size['cskv']:,.0f}"),
             ("factor parameters", f"{plan['factor_parameters']:,}"),
             ("disk", f"{plan['disk_bytes'] / 1e9:.2f} GB, {plan['free_bytes'] / 1e9:.1f} GB free"),

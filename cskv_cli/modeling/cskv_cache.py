@@ -261,12 +261,13 @@ class CSKVLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         past, length = self.get_seq_length(), self.check_crop(tokens_to_remove)
-        if length == 0:
-            return self.reset()
+        if not length:
+            self.reset()
+            return
         if length < past:
             for store in self.latents:
                 store.crop(length)
-        return self._settle(removed=past - length)
+        self._settle(removed=past - length)
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """The tokens that `crop` would leave, or the ValueError that it would raise."""

@@ -23,7 +23,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if size == 1:
         return words
     parts = torch.stack([words >> (8 * i) & 255 for i in range(size)], dim=-1).to(torch.uint8)
-    return parts.flatten(-2)[..., : packed_bytes(codes.shape[-1], bits)]
+    return parts.flatten(-2)[..., : packed_bytes(codes.shape[-1], bits)].contiguous()
 
 
 def unpack(packed: torch.Tensor, bits: int, length: int) -> torch.Tensor:

@@ -8,21 +8,30 @@ from transformers import AutoConfig
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import compressible_layers
 from cskv_cli.checkpoint.weights import free_bytes
-from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig
+from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig, QuantizeConfig
 from cskv_cli.layout import unquantized
 from cskv_cli.memory import base_bytes, bytes_per_token
 from cskv_cli.run import Run
 from cskv_cli.stages.export import base_shape
 from cskv_cli.stages.init import rank_of
+from cskv_cli.stages.quantize import quantized_layout
 
 
 def make_plan(
-    run: Run, base: BaseModel, calibrate: CalibrateConfig, init: InitConfig, export: ExportConfig
+    run: Run,
+    base: BaseModel,
+    calibrate: CalibrateConfig,
+    init: InitConfig,
+    quantize: QuantizeConfig | None,
+    export: ExportConfig,
 ) -> dict[str, Any]:
     """Ranks, bytes of cache per token, factor parameters, and the disk and memory needed.
 
     Disk is the run directory's share: statistics, factors in float32 and the exported checkpoint. Memory is that of the
-    largest step, calibration: one decoder layer and the hidden states of all windows (in and out of the layer).
+    largest step, calibration: one decoder layer and the hidden states of all windows.
+
+    Raises:
+        CskvError: a rank larger than the cache is wide, or a group larger than the window.
     """
     config = AutoConfig.from_pretrained(base.folder)
     layers, hidden = compressible_layers(config), config.hidden_size
@@ -33,6 +42,8 @@ def make_plan(
     shape = base_shape(base.folder, unquantized(init.window, init.sinks, spread(1), spread(1)), dtype)
     ranks = {name: rank_of(init, name, shape.channels) for name in "kv"}
     layout = unquantized(init.window, init.sinks, spread(ranks["k"]), spread(ranks["v"]))
+    if quantize is not None:
+        layout = quantized_layout(layout, quantize)
     factors = len(layers) * sum(ranks.values()) * (hidden + shape.channels)
     statistics = len(layers) * hidden * hidden * 4
     weights = base.parameter_bytes // stored.itemsize * dtype.itemsize
@@ -46,6 +57,9 @@ def make_plan(
         "rank_k": layout.rank_k,
         "rank_v": layout.rank_v,
         "channels": shape.channels,
+        "bits_k": layout.bits_k,
+        "bits_v": layout.bits_v,
+        "group": layout.group,
         "window": init.window,
         "sinks": init.sinks,
         "cache_bytes_per_token": {"base": base_bytes(shape, layout, 1), "cskv": bytes_per_token(shape, layout)},

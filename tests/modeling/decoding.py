@@ -63,18 +63,12 @@ def reachable(thing, seen=None):
     if id(thing) in seen:
         return seen.values()
     seen[id(thing)] = thing
-    if isinstance(thing, dict):
-        children = thing.values()
-    elif isinstance(thing, list | tuple | set):
+    if isinstance(thing, list | tuple | set):
         children = thing
+    elif isinstance(thing, torch.Tensor | nn.Module | type):
+        children = ()
     else:
-        children = (
-            ()
-            if torch.is_tensor(thing) or isinstance(thing, nn.Module)
-            else vars(thing).values()
-            if hasattr(thing, "__dict__")
-            else ()
-        )
+        children = (thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})).values()
     for child in children:
         reachable(child, seen)
     return seen.values()

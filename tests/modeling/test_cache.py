@@ -57,6 +57,12 @@ def test_any_split_equals_base(family, length):
         close(decode(cskv(family), ids, sizes), decode(base(family), ids, sizes))
 
 
+@pytest.mark.parametrize("family", ["Llama:dynamic", "Llama:longrope"])
+def test_rotations_that_change_with_the_length_equal_base(family):
+    ids, sizes = tokens(2, 5 * WINDOW), [5] + [1] * (5 * WINDOW - 5)
+    close(decode(cskv(family), ids, sizes), decode(base(family), ids, sizes))
+
+
 @pytest.mark.parametrize("starts", [[0, 3, 5], [6, 0, 1]])
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_any_split_of_a_padded_batch_equals_base(family, starts):
@@ -185,6 +191,20 @@ def test_rows_go_on_after(family, setting, operation, padded):
     close(got, untouched[rows, prompt:])
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_rows_know_their_padding_without_another_mask(operation):
+    model, ids = cskv("Llama", "low, 4 bit"), tokens(3, 22)
+    rows, act = OPERATIONS[operation]
+    logits = []
+    for operate in (False, True):
+        cache = new_cache(model)
+        decode(model, ids[:, :14], [12, 1, 1], cache, padding([0, 3, 6], 14))
+        changed = act(cache) if operate else None
+        cache = changed if isinstance(changed, CSKVCache) else cache
+        logits.append(decode(model, ids[rows if operate else [0, 1, 2], 14:], [1] * 8, cache))
+    close(logits[1], logits[0][rows])
+
+
 def test_one_row_of_positions_meets_many():
     """A batch without a mask shares one row of positions; a later forward may bring a row for each."""
     model, ids = cskv("Llama", "low"), tokens(2, 20)
@@ -279,8 +299,10 @@ def generate(model, ids, **kwargs):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("how", GENERATE)
-@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@pytest.mark.parametrize(  # transformers 4.57 cannot crop the sliding-window layers of Gemma3
+    "family, how",
+    [("Llama", how) for how in GENERATE] + [("Gemma3", how) for how in GENERATE if how != "prompt lookup"],
+)
 def test_generate_equals_base(family, how, padded):
     ids = PROMPT[:1] if how == "prompt lookup" else PROMPT
     mask = padding([5, 0], 14)[: len(ids)] if padded else torch.ones_like(ids)
@@ -352,17 +374,22 @@ def latent_bytes(count, setting):
 
 @pytest.mark.parametrize("setting", ["low", "low, 4 bit", "low, 3 bit"])
 def test_bytes_held_after_4096_tokens(setting):
-    model = cskv("Llama", setting)
-    cache, layers, channels, total = new_cache(model), 4, 32, 4096 + 6
-    decode(model, tokens(1, 4096 + 6), [4096] + [1] * 6, cache)
-    layer = latent_bytes(total, setting) + 2 * (WINDOW + SINKS) * channels * 4
-    assert held_bytes(cache) == layers * layer + 4 * total  # and the positions, once
+    """To the byte; and nowhere a copy of the history in floats."""
+    model, ids, channels = cskv("Llama", setting), tokens(1, 4102), 32
+    cache = new_cache(model)
+
+    def formula(count, exact):
+        return 4 * (latent_bytes(count, setting) + 2 * exact * channels * 4) + 4 * count  # 4 layers; positions, once
+
+    decode(model, ids[:, :4096], [4096], cache)
+    assert held_bytes(cache) == formula(4096, WINDOW + SINKS)
+    decode(model, ids[:, 4096:], [1] * 6, cache)
+    assert held_bytes(cache) == formula(4102, WINDOW + SINKS)
     if "bit" in setting:
         scales = {id(t) for layer in cache.layers for store in layer.latents for t in store.packed[1:]}
-        assert all(t.numel() < total or id(t) in scales for t in held_tensors(cache) if t.is_floating_point())
-    cache.crop(-(total - 20))
-    layer = latent_bytes(20, setting) + 2 * SINKS * channels * 4
-    assert held_bytes(cache) == layers * layer + 4 * 20
+        assert all(t.numel() < 2048 or id(t) in scales for t in held_tensors(cache) if t.is_floating_point())
+    cache.crop(-4082)
+    assert held_bytes(cache) == formula(20, SINKS)
 
 
 def test_nothing_of_the_model_hangs_on_a_cache():

@@ -49,10 +49,18 @@ def test_only_keys_or_only_values_are_packed():
         used = [None if each == name else quantizer for each, quantizer in zip("kv", quantizers(2), strict=True)]
         ids, cache = tokens(1, 22), new_cache(model)
         close(decode(model, ids, [9] + [1] * 13, cache)[0], reference_logits(model, ids[0], 9, used))
-        before = decode_state(cache)
-        with pytest.raises(ValueError, match="Crop to 16"):
-            cache.crop(-5)
-        assert all(map(torch.equal, decode_state(cache), before))  # refused by all layers and branches, or by none
+
+
+@pytest.mark.parametrize("plain", [("k", 0), ("v", 3)])
+def test_crop_is_refused_by_all_layers_and_branches_or_by_none(plain):
+    model, (name, layer) = copy.deepcopy(cskv("Llama", "low", bits=2)), plain
+    model.config.cskv["bits_v"][0] = model.config.cskv[f"bits_{name}"][layer] = None
+    cache = new_cache(model)
+    decode(model, tokens(1, 22), [9] + [1] * 13, cache)
+    before = decode_state(cache)
+    with pytest.raises(ValueError, match="Crop to 16"):
+        cache.crop(-5)
+    assert cache.get_seq_length() == 22 and all(map(torch.equal, decode_state(cache), before))
 
 
 def decode_state(cache):

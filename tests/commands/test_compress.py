@@ -1,0 +1,163 @@
+"""The whole way on a tiny model: what is written, reused, refused and said."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.cli import CALIBRATION, compress, cskv
+from tests.families import base_model
+
+
+def digests(folder):
+    """SHA-256 of every file, by name; hidden files (locks, caches) left out."""
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and not p.name.startswith(".")]
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def test_report_and_files(tiny):
+    report = compress(tiny, "--ratio-k", 0.75, "--rank-v", 20, "--window", 8, "--sinks", 2)
+    assert report["rank_k"] == [8] * 4 and report["rank_v"] == [20] * 4
+    assert (report["window"], report["sinks"]) == (8, 2)
+    assert report["cache_bytes_per_token"] == {"base": 4 * 64 * 4, "cskv": 4 * 28 * 4 + 4}
+    assert 0 < report["relative_error"]["k"] < 1
+    export = tiny / "run" / "export"
+    assert report["checkpoint"] == str(export)
+    assert not (export / "model.safetensors").exists()
+    index = json.loads((export / "model.safetensors.index.json").read_text())
+    with safe_open(tiny / "base" / "model.safetensors", "pt") as base:
+        for name in base.keys():  # noqa: SIM118
+            with safe_open(export / index["weight_map"][name], "pt") as ours:
+                assert torch.equal(ours.get_tensor(name), base.get_tensor(name))
+    config, original = (json.loads((d / "config.json").read_text()) for d in (export, tiny / "base"))
+    assert {key: config[key] for key in original} == original
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_cskv.CSKVLlamaForCausalLM"
+    assert (export / "tokenizer.json").read_bytes() == (tiny / "base" / "tokenizer.json").read_bytes()
+    assert str(tiny) not in (export / "README.md").read_text()
+
+
+def test_export_holds_the_factors_of_init(tiny):
+    compress(tiny, "--ratio-k", 0.5, "--ratio-v", 0.5)
+    with safe_open(tiny / "run" / "init" / "layer-002.safetensors", "pt") as file:
+        a, b = file.get_tensor("v.a"), file.get_tensor("v.b")
+    with safe_open(tiny / "run" / "export" / "model-00002-of-00002.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("model.layers.2.self_attn.v_down.weight"), a.T)
+        assert torch.equal(file.get_tensor("model.layers.2.self_attn.v_up.weight"), b.T)
+
+
+def test_a_second_run_changes_nothing_and_another_ratio_keeps_calibration(tiny):
+    compress(tiny, "--ratio-k", 0.5)
+    before = digests(tiny / "run")
+    stamp = (tiny / "run" / "calibrate" / "manifest.json").stat().st_mtime_ns
+    compress(tiny, "--ratio-k", 0.5)
+    assert digests(tiny / "run") == before
+    report = cskv("compress", "--run", tiny / "run", "--ratio-k", 0.25)
+    assert report["rank_k"] == [24] * 4
+    assert (tiny / "run" / "calibrate" / "manifest.json").stat().st_mtime_ns == stamp
+    cskv("compress", "--run", tiny / "run", "--ratio-k", 0.5)
+    assert digests(tiny / "run") == before
+
+
+def test_stages_one_by_one_give_the_same_bytes(tiny):
+    compress(tiny, "--ratio-k", 0.5, "--bits", 4, "--group", 8)
+    run = tiny / "single"
+    cskv("calibrate", tiny / "base", "--run", run, "--data", tiny / "text.txt", *CALIBRATION)
+    cskv("init", "--run", run, "--ratio-k", 0.5)
+    cskv("quantize", "--run", run, "--bits", 4, "--group", 8)
+    cskv("export", "--run", run, "--factors", "quantize")
+    for stage in ("calibrate", "init", "quantize", "export"):
+        assert digests(run / stage) == digests(tiny / "run" / stage) or stage == "calibrate"
+    ours, theirs = digests(run / "calibrate"), digests(tiny / "run" / "calibrate")
+    assert {k: v for k, v in ours.items() if k != "manifest.json"} == {
+        k: v for k, v in theirs.items() if k != "manifest.json"
+    }
+
+
+def test_a_recipe_equals_its_flags_and_flags_win(tiny):
+    recipe = tiny / "recipe.yaml"
+    recipe.write_text(
+        f"model: {tiny / 'base'}\ncalibrate: {{data: [{tiny / 'text.txt'}], samples: 6, seq_len: 48}}\n"
+        "init: {rank_k: 7, ratio_v: 0.75}\n"
+    )
+    report = cskv("compress", "--recipe", recipe, "--run", tiny / "run", "--ratio-k", 0.5)
+    assert report["rank_k"] == [16] * 4 and report["rank_v"] == [8] * 4
+    assert report == compress(tiny, "--ratio-k", 0.5, "--ratio-v", 0.75)
+
+
+def test_out_is_a_copy_without_the_manifest(tiny):
+    report = compress(tiny, "--out", tiny / "m-1.5 模型")
+    assert report["checkpoint"] == str(tiny / "m-1.5 模型")
+    export = {k: v for k, v in digests(tiny / "run" / "export").items() if k != "manifest.json"}
+    assert digests(tiny / "m-1.5 模型") == export
+    assert "not an empty folder" in compress(tiny, "--out", tiny / "base", exit_code=1)["error"]
+
+
+def test_dry_run_writes_no_stage_and_agrees_with_the_result(tiny):
+    plan = compress(tiny, "--ratio-k", 0.75, "--dry-run")
+    assert [p.name for p in (tiny / "run").iterdir() if not p.name.startswith(".")] == ["base"]
+    report = compress(tiny, "--ratio-k", 0.75)
+    for key in ("rank_k", "rank_v", "cache_bytes_per_token", "channels", "base_model"):
+        assert plan[key] == report[key]
+    assert plan["factor_parameters"] == 4 * (8 + 16) * (64 + 32)
+
+
+def test_other_factors_than_calibration_are_refused_with_the_command(tiny):
+    compress(tiny)
+    cskv("calibrate", "--run", tiny / "run", "--data", tiny / "text.txt", "--samples", 5, "--seq-len", 48)
+    failure = cskv("export", "--run", tiny / "run", exit_code=1)
+    assert "calibrate has changed since" in failure["error"] and "cskv init --run" in failure["hint"]
+    states = {s["stage"]: s["state"] for s in cskv("status", "--run", tiny / "run")["stages"]}
+    assert states["calibrate"] == "ready" and states["init"].startswith("stale: calibrate has changed")
+    assert states["export"].startswith("stale: init is stale")
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+@pytest.mark.parametrize("victim", ["calibrate/layer-001.safetensors", "init/layer-003.safetensors"])
+def test_damaged_artifacts_are_refused_by_name(tiny, victim, damage):
+    compress(tiny)
+    shutil.rmtree(tiny / "run" / "export")
+    path = tiny / "run" / victim
+    content = bytearray(path.read_bytes())
+    if damage == "truncate":
+        path.write_bytes(content[:-5])
+    elif damage == "flip":
+        content[-3] ^= 1
+        path.write_bytes(content)
+    else:
+        path.unlink()
+    verb = "export" if victim.startswith("init") else "init"
+    failure = cskv(verb, "--run", tiny / "run", *([] if verb == "export" else ["--alpha", 0.3]), exit_code=1)
+    assert path.name in failure["error"] and "cskv " in failure["hint"]
+    assert not (tiny / "run" / "export").exists()
+
+
+def test_another_model_or_a_changed_one_is_refused(tiny):
+    compress(tiny)
+    shutil.copytree(tiny / "base", tiny / "other")
+    other = cskv("compress", tiny / "other", "--run", tiny / "run", exit_code=1)
+    assert "belongs to" in other["error"]
+    base_model("Llama", vocab_size=98).save_pretrained(tiny / "base")
+    assert "has changed since" in compress(tiny, exit_code=1)["error"]
+
+
+def test_usage_errors_exit_with_2(tiny):
+    compress(tiny, "--ratio-k", 1.5, exit_code=2)
+    compress(tiny, "--rank-k", 4, "--ratio-k", 0.5, exit_code=2)
+    compress(tiny, "--method", "magic", exit_code=2)
+    compress(tiny, "--bits", 5, exit_code=2)
+
+
+def test_bad_settings_are_refused_before_calibration(tiny):
+    assert "more than the 32 channels" in compress(tiny, "--rank-k", 33, exit_code=1)["error"]
+    assert "more than the window" in compress(tiny, "--bits", 4, "--group", 64, exit_code=1)["error"]
+    assert not (tiny / "run" / "calibrate").exists()
+
+
+def test_no_model_is_one_clear_line(tmp_path):
+    failure = cskv("compress", "--run", tmp_path / "run", exit_code=1)
+    assert "remembers no model" in failure["error"]
+    assert "no run directory" in cskv("status", "--run", tmp_path / "none", exit_code=1)["error"]
+    assert not (tmp_path / "none").exists()
