@@ -26,6 +26,7 @@ LLAMA_1B = dict(
 LLAMA_SMALL = LLAMA_1B | dict(
     hidden_size=1024, num_hidden_layers=4, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4
 )
+WAYS = ("in memory", "layer by layer", "calibrate")
 
 
 # Nothing big is imported outside of the functions: a child's peak begins at its parent's memory.
@@ -90,7 +91,7 @@ def measure_memory(folder, samples, seq_len):
 
 
 def measure_speed(folder, samples, seq_len, dtype, rounds):
-    """Seconds of each way, round by round."""
+    """Seconds of each way, round by round: on the clock, and of processor time (which other processes disturb less)."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -110,15 +111,16 @@ def measure_speed(folder, samples, seq_len, dtype, rounds):
         for index in range(len(states.layers)):
             states.push(index)
 
-    seconds = {"in memory": [], "layer by layer": [], "calibrate": []}
+    seconds = {clock: {name: [] for name in WAYS} for clock in ("wall", "cpu")}
     in_memory()
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as offload, tempfile.TemporaryDirectory() as run_folder:
             ways = (in_memory, lambda o=offload: plain(o), lambda r=run_folder: calibrate(folder, ids, r, dtype))
-            for name, way in zip(seconds, ways, strict=True):
-                began = time.perf_counter()
+            for name, way in zip(WAYS, ways, strict=True):
+                wall, cpu = time.perf_counter(), time.process_time()
                 way()
-                seconds[name].append(time.perf_counter() - began)
+                seconds["wall"][name].append(time.perf_counter() - wall)
+                seconds["cpu"][name].append(time.process_time() - cpu)
     return {"tokens": ids.numel(), "dtype": dtype, "seconds": seconds}
 
 
@@ -149,19 +151,21 @@ def main():
         sizes = options.samples, options.seq_len
         report["speed"] = [in_child(measure_speed, model, *sizes, dtype, options.rounds) for dtype in options.dtype]
     for speed in report["speed"]:
-        speed["ratio"] = {name: ratios(speed["seconds"], name) for name in ("in memory", "layer by layer")}
+        speed["ratio"] = {
+            clock: {name: ratios(seconds, name) for name in WAYS[:2]} for clock, seconds in speed["seconds"].items()
+        }
     print(json.dumps(report, indent=2) if options.json else table(report))
 
 
 def table(report):
     lines = []
     for speed in report["speed"]:
-        lines.append(f"{speed['tokens']} tokens, {speed['dtype']}")
-        for name, seconds in speed["seconds"].items():
-            lines.append(f"  {name:15} {statistics.median(seconds):8.2f} s")
-        for name, ratio in speed["ratio"].items():
-            span = f"{ratio['least']:.2f} to {ratio['greatest']:.2f}"
-            lines.append(f"  calibrate / {name:15} {ratio['median']:.2f} ({span})")
+        for clock, seconds in speed["seconds"].items():
+            lines.append(f"{speed['tokens']} tokens, {speed['dtype']}, {clock} time")
+            lines += [f"  {name:26} {statistics.median(each):7.2f} s" for name, each in seconds.items()]
+            for name, ratio in speed["ratio"][clock].items():
+                span = f"({ratio['least']:.2f} to {ratio['greatest']:.2f})"
+                lines.append(f"  calibrate / {name:14} {ratio['median']:7.2f} {span}")
     if memory := report.get("memory_mb"):
         lines += ["peak memory, MB", *(f"  {name:15} {value:8.0f}" for name, value in memory.items())]
     return "\n".join(lines)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from cskv_cli import __version__
-from cskv_cli.commands import analyze, calibrate, compress, eval, export, init, quantize, recipes, status  # noqa: A004
+from cskv_cli.commands import analyze, calibrate, compress, eval, export, init, inspect, quantize, recipes, status  # noqa: A004
 
 app = typer.Typer(
     name="cskv",
@@ -21,6 +21,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("init")(init.init)
 app.command("quantize")(quantize.quantize)
 app.command("export")(export.export)
+app.command("inspect")(inspect.inspect)
 app.command("status")(status.status)
 app.add_typer(recipes.app, name="recipes")
 

@@ -108,7 +108,7 @@ class Pipeline:
         return manifest
 
 
-def checked(kind: type[StageConfig], values: dict[str, Any], where: str) -> StageConfig:
+def checked(kind: type[StageConfig], values: Any, where: str) -> StageConfig:
     """A config from values of a file; what is wrong is said with the file's name.
 
     Raises:
@@ -118,6 +118,6 @@ def checked(kind: type[StageConfig], values: dict[str, Any], where: str) -> Stag
     from cskv_cli.options import validation_message
 
     try:
-        return kind(**values)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise CskvError(f"{where}: {validation_message(error)}", "see: cskv recipes show smollm2-135m") from error

@@ -75,7 +75,7 @@ class RotaryHistory:
         """cos and sin of the first `length` tokens, on the device and in the dtype of `like`."""
         if self.positions is None:
             return self.cos[:, :length].to(like.device), self.sin[:, :length].to(like.device)
-        if self._rebuilt is None or self._rebuilt[0].shape[1] != length:
+        if self._rebuilt is None:  # the same for all layers
             self._rebuilt = self._compute(self.positions[:, :length], like)
         return tuple(part.to(like.device) for part in self._rebuilt)
 
