@@ -1,0 +1,106 @@
+"""Choosing how to quantize: the factorization stays the same, and the choice is the best of those tried."""
+
+import json
+
+import pytest
+import torch
+
+from cskv_cli.modeling.cskv_quantizer import Quantizer
+from cskv_cli.stages.quantize import CLIPS, choose, principal_axes
+from tests.cli import compress, cskv
+
+RANK, CHANNELS, HIDDEN = 6, 10, 12
+
+
+def problem(seed=0, spread=4.0):
+    """Latents of very unequal variance, and factors that are not orthonormal."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    latents = draw(5, 32, RANK) * torch.logspace(0, -spread / 4, RANK, dtype=torch.float64)
+    return latents, draw(HIDDEN, RANK), draw(RANK, CHANNELS)
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_the_product_stays_and_the_error_is_what_is_said(bits, per_channel):
+    latents, a, b = problem()
+    choice = choose(latents, a, b, Quantizer(bits, 8, per_channel), seed=1)
+    torch.testing.assert_close(choice.a @ choice.b, a @ b)
+    torch.testing.assert_close(choice.b @ choice.b.T, torch.eye(RANK, dtype=torch.float64))
+    turned = latents @ b @ choice.b.T
+    rounded = Quantizer(bits, 8, per_channel, choice.clip).round_trip(turned)
+    error = ((rounded - turned) @ choice.b).square().sum().item()
+    assert choice.error == pytest.approx(error)
+    assert choice.norm == pytest.approx((latents @ b).square().sum().item())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_no_worse_than_the_given_axes_without_clipping(seed, per_channel):
+    latents, a, b = problem(seed)
+    quantizer = Quantizer(2, 8, per_channel)
+    turned = latents @ b @ principal_axes(latents.flatten(0, 1), b).T
+    plain = (quantizer.round_trip(turned) - turned).square().sum().item()
+    assert choose(latents, a, b, quantizer, seed=1).error <= plain
+
+
+def test_principal_axes_are_those_of_the_keys():
+    latents, _, b = problem()
+    keys = latents.flatten(0, 1) @ b
+    axes = principal_axes(latents.flatten(0, 1), b)
+    expected = torch.linalg.svd(keys, full_matrices=False).Vh[:RANK]
+    torch.testing.assert_close((axes * expected).sum(-1).abs(), torch.ones(RANK, dtype=torch.float64))
+
+
+def test_channels_that_share_a_range_are_made_alike():
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(8, 64, 64, generator=generator, dtype=torch.float64)
+    latents[..., :4] *= 30
+    eye = torch.eye(64, dtype=torch.float64)
+    choice = choose(latents, eye, eye, Quantizer(2, 64, per_channel=False), seed=1)
+    spread = (latents @ choice.a).flatten(0, 1).std(0)
+    assert choice.rotated and spread.max() / spread.min() < 4
+
+
+def test_an_outlier_makes_clipping_pay():
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(8, 64, RANK, generator=generator, dtype=torch.float64)
+    eye = torch.eye(RANK, dtype=torch.float64)
+    assert choose(latents, eye, eye, Quantizer(2, 64, per_channel=True), seed=1).clip in CLIPS[1:]
+
+
+def test_verb_reports_and_export_carries_it(tiny):
+    compress(tiny, "--ratio-k", 0.5, "--ratio-v", 0.5)
+    report = cskv("quantize", "--run", tiny / "run", "--bits", 4, "--bits-v", 2, "--group", 16)
+    assert (report["bits_k"], report["bits_v"], report["group"]) == ([4] * 4, [2] * 4, 16)
+    assert len(report["layers"]) == 4 and 0 < report["added_error"]["k"] < report["added_error"]["v"] < 1
+    exported = cskv("export", "--run", tiny / "run", "--factors", "quantize")
+    assert (exported["bits_k"], exported["bits_v"], exported["group"]) == ([4] * 4, [2] * 4, 16)
+    per_token = 4 * (16 * (16 * 4 / 8 + 4) / 16 + 16 * 2 / 8 + 4) + 4
+    assert exported["cache_bytes_per_token"]["cskv"] == per_token
+    block = json.loads((tiny / "run" / "export" / "config.json").read_text())["cskv"]
+    assert block["clip_k"] == [layer["k"]["clip"] for layer in report["layers"]]
+    found = cskv("inspect", tiny / "run" / "export")
+    assert found["cache_bytes_per_token"] == exported["cache_bytes_per_token"]
+    assert found["paper_example"]["base_bytes"] == 32 * 200_000 * 2 * 4096 * 2
+    states = {s["stage"]: s["state"] for s in cskv("status", "--run", tiny / "run")["stages"]}
+    assert states["quantize"] == states["export"] == "ready"
+
+
+def test_init_again_makes_quantize_stale_and_export_says_so(tiny):
+    compress(tiny, "--bits", 4, "--group", 16)
+    cskv("init", "--run", tiny / "run", "--ratio-k", 0.75)
+    failure = cskv("export", "--run", tiny / "run", exit_code=1)
+    assert "init has changed since" in failure["error"] and "cskv quantize" in failure["hint"]
+
+
+def test_tokens_that_fit_use_the_memory_up(tiny):
+    from cskv_cli.layout import Layout
+    from cskv_cli.memory import Shape, cache_bytes
+
+    compress(tiny, "--bits", 4, "--group", 16)
+    found = cskv("inspect", tiny / "run" / "export")
+    layout = Layout(**json.loads((tiny / "run" / "export" / "config.json").read_text())["cskv"])
+    room = 10**9 - found["weight_bytes"]
+    fits = found["tokens_that_fit"]["1 GB"]["cskv"]
+    assert cache_bytes(Shape(32, 4), layout, fits) <= room < cache_bytes(Shape(32, 4), layout, fits + 16)
