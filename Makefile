@@ -7,7 +7,9 @@ LEGACY := .venvs/transformers-4.57.6
 .PHONY: demo test models lint clean
 
 demo: .venv/installed $(GGUF)
-	$(BIN)/python -m benchmarks.demo --gguf $(GGUF) --run demo-run
+	$(BIN)/cskv compress $(GGUF) --recipe smollm2-135m --run demo-run
+	$(BIN)/cskv eval demo-run/export --data docs --samples 8 --seq-len 1024
+	$(BIN)/python -m benchmarks.answer demo-run/export "What is the capital of France, and what is it known for?"
 
 test: .venv/installed $(GGUF) $(LEGACY)
 	$(BIN)/python -m pytest

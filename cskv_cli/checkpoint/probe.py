@@ -1,7 +1,6 @@
 """Can this model be compressed? Told from its config alone, by retracing its own path from projection to cache."""
 
 import copy
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cskv_cli.checkpoint.layers import compressible_layers, kv_projections
+from cskv_cli.checkpoint.rotary import rotation_for
 from cskv_cli.errors import CskvError
 from cskv_cli.modeling import modeling_cskv
 from cskv_cli.modeling.cskv_cache import CSKVCache, CSKVLayer
@@ -62,12 +62,9 @@ def _check_layer(name: str, model: PreTrainedModel, index: int) -> None:
     generator = torch.Generator().manual_seed(index)
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5, generator=generator)
-    rotary = type(model.model.rotary_emb)(model.config)
+    rotation = rotation_for(model, index, 9)
     hidden = torch.randn(1, 9, model.config.hidden_size, generator=generator)
     positions = torch.arange(9).unsqueeze(0)
-    kind = (getattr(model.config, "layer_types", None) or [None] * (index + 1))[index]
-    takes_kind = "layer_type" in inspect.signature(rotary.forward).parameters
-    rotation = rotary(hidden, positions, kind) if takes_kind else rotary(hidden, positions)
     cache = CSKVCache(model.config)
     with torch.no_grad():
         inputs = dict(hidden_states=hidden, position_embeddings=rotation, position_ids=positions, attention_mask=None)

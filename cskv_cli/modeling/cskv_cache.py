@@ -352,9 +352,8 @@ class CSKVCache(Cache):
 
     def _apply(self, fn: TensorMap) -> None:
         """Index what all layers share as the layers themselves; a row that stands for the whole batch stays."""
-        self.rows.apply(fn)
-        for rotary in self.rotaries.values():
-            rotary.apply(lambda t: t if len(t) == 1 else fn(t))
+        for shared in (self.rows, *self.rotaries.values()):
+            shared.apply(lambda t: t if len(t) == 1 else fn(t))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Take the rows of the beams that go on."""

@@ -1,33 +1,39 @@
-"""`cskv quantize`: codes for the latents, in the basis and with the clipping that lose least on calibration text."""
+"""`cskv quantize`: codes for the latents, in the basis and with the clipping that hurt attention least."""
 
 import math
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from cskv_cli import factors, statistics
+from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.layers import in_memory, load_by_layer
 from cskv_cli.config import QuantizeConfig
 from cskv_cli.errors import CskvError
+from cskv_cli.evaluation.attention import AttentionOutput
 from cskv_cli.layout import Layout, load_layout, save_layout
 from cskv_cli.modeling.cskv_quantizer import Quantizer
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
 
-CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
-ROTATIONS = 3
+CLIPS = (1.0, 0.95, 0.9, 0.8)
+ROTATIONS = 2
+
+Error = Callable[[torch.Tensor], float]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Factors in the basis chosen, how to quantize their latents, and the squared error and norm on the sample."""
+    """Factors in the basis chosen, how to quantize their latents, and the error that remains."""
 
     a: torch.Tensor
     b: torch.Tensor
     clip: float
     rotated: bool
     error: float
-    norm: float
 
 
 def quantized_layout(layout: Layout, config: QuantizeConfig) -> Layout:
@@ -51,50 +57,59 @@ def quantized_layout(layout: Layout, config: QuantizeConfig) -> Layout:
     return layout.model_copy(update=every | ones | {"group": config.group})
 
 
-def quantize(run: Run, source: str, config: QuantizeConfig, inputs: dict[str, str], progress: Progress) -> Manifest:
+def quantize(
+    run: Run, base: BaseModel, source: str, config: QuantizeConfig, inputs: dict[str, str], progress: Progress
+) -> Manifest:
     """Choose, layer by layer, for keys and for values, the basis of the latents and the clipping of their codes.
 
-    The report holds the relative error that quantization adds to the keys and values of the sample, per layer and
-    over all.
+    What is compared is the output of the layer's own attention on the calibration sample. The report holds the
+    relative error that quantization adds to it, per layer and over all.
     """
     layout = quantized_layout(load_layout(run.folder(source)), config)
     partial = run.partial("quantize", {"config": config.model_dump(mode="json"), "inputs": inputs})
     partial.mkdir(parents=True, exist_ok=True)
     clips: dict[str, list[float | None]] = {name: [None] * len(layout.rank_k) for name in "kv"}
     rows = []
-    with progress.task("quantize", len(layout.layers), "layers") as advance:
-        for i in layout.layers:
-            choices = _layer(run, source, layout, i, config.seed)
-            for name, choice in choices.items():
-                clips[name][i] = choice.clip
-            factors.save_layer(partial, i, _tensors(run.folder(source), i, choices))
-            rows.append((i, choices))
-            advance(1)
+    with tempfile.TemporaryDirectory(dir=run.path) as offload, torch.inference_mode():
+        model = load_by_layer(base.folder, Path(offload), dtype=torch.float32, device="cpu")
+        with progress.task("quantize", len(layout.layers), "layers") as advance:
+            for i in layout.layers:
+                with in_memory(model.model.layers[i].self_attn) as attention:
+                    output = AttentionOutput(model, attention, _sample(run, layout, i))
+                    choices, norm = _layer(run.folder(source), layout, i, output, config.seed)
+                for name, choice in choices.items():
+                    clips[name][i] = choice.clip
+                factors.save_layer(partial, i, _tensors(run.folder(source), i, choices))
+                rows.append((i, choices, norm))
+                advance(1)
     final = {f"clip_{name}": tuple(clips[name]) for name in "kv"}
     save_layout(partial, layout.model_copy(update=final))
     return run.commit("quantize", partial, config, inputs, _report(rows))
 
 
-def choose(latents: torch.Tensor, a: torch.Tensor, b: torch.Tensor, quantizer: Quantizer, seed: int) -> Choice:
-    """Try bases and clips on latents [runs, tokens, rank] and keep what loses least in latents @ b.
+def choose(
+    latents: torch.Tensor, a: torch.Tensor, b: torch.Tensor, quantizer: Quantizer, seed: int, error: Error
+) -> Choice:
+    """Try bases and clips on latents [runs, tokens, rank] and keep the one of least `error`.
 
     For any invertible M the factors (A M, M^-1 B) are the same factorization. All bases tried have orthonormal rows in
-    B, so that an error in the latents is the same error in the keys or values: the principal axes of the latents,
-    whose channels differ most (good where each channel has its own range), and random rotations of them, which spread
-    the variance evenly (good where all channels share one).
+    B: the principal axes of the keys or values, whose channels differ most, and random rotations of them, which spread
+    variance and error evenly.
+
+    Args:
+        error: of keys or values [runs, tokens, channels] made from the codes.
     """
     axes = principal_axes(latents.flatten(0, 1), b)
-    norm = (latents @ b).square().sum().item()
     best = None
     for number, rotation in enumerate(_rotations(a.shape[1], seed)):
         basis = rotation.T @ axes
         turn = b @ basis.T  # latents @ b == (latents @ turn) @ basis, since the rows of basis span those of b
-        turned = latents @ turn
+        turned = (latents @ turn).float()
         for clip in CLIPS:
-            candidate = Quantizer(quantizer.bits, quantizer.group, quantizer.per_channel, clip)
-            error = (candidate.round_trip(turned) - turned).square().sum().item()
-            if best is None or error < best.error:
-                best = Choice(a @ turn, basis, clip, number > 0, error, norm)
+            tried = Quantizer(quantizer.bits, quantizer.group, quantizer.per_channel, clip)
+            remaining = error(tried.round_trip(turned) @ basis.float())
+            if best is None or remaining < best.error:
+                best = Choice(a @ turn, basis, clip, number > 0, remaining)
     return best
 
 
@@ -112,21 +127,37 @@ def _rotations(rank: int, seed: int) -> list[torch.Tensor]:
     return [torch.eye(rank, dtype=torch.float64), *torch.linalg.qr(normal).Q]
 
 
-def _layer(run: Run, source: str, layout: Layout, index: int, seed: int) -> dict[str, Choice]:
-    sample = statistics.load_layer(run.folder("calibrate"), index).sample.double()
+def _sample(run: Run, layout: Layout, index: int) -> torch.Tensor:
+    """The calibration sample of a layer, [runs, whole groups of tokens, hidden], float32."""
+    sample = statistics.load_layer(run.folder("calibrate"), index).sample.float()
     whole = sample.shape[1] // layout.group * layout.group
     if not whole:
         raise CskvError(
             f"the calibration sample has runs of {sample.shape[1]} tokens, less than a group of {layout.group}",
             "calibrate again with a longer --seq-len, or give a smaller --group",
         )
-    given = factors.load_layer(run.folder(source), index)
+    return sample[:, :whole]
+
+
+def _layer(
+    folder: Path, layout: Layout, index: int, output: AttentionOutput, seed: int
+) -> tuple[dict[str, Choice], float]:
+    """The choices for keys and values, and the squared norm of the attention output without quantization."""
+    given = {name: tensor.double() for name, tensor in factors.load_layer(folder, index).items()}
+    latents = {name: output.hidden.double() @ given[f"{name}.a"] for name in "kv"}
+    kept = {name: (latents[name] @ given[f"{name}.b"]).float() for name in "kv"}
+    expected = output(**kept)
     choices = {}
     for name in "kv":
-        a, b = given[f"{name}.a"].double(), given[f"{name}.b"].double()
         quantizer = Quantizer(getattr(layout, f"bits_{name}")[index], layout.group, per_channel=name == "k")
-        choices[name] = choose(sample[:, :whole] @ a, a, b, quantizer, seed * 10_000 + index)
-    return choices
+
+        def error(states: torch.Tensor, name: str = name) -> float:
+            return (output(**kept | {name: states}) - expected).square().sum().item()
+
+        choices[name] = choose(
+            latents[name], given[f"{name}.a"], given[f"{name}.b"], quantizer, seed * 10_000 + index, error
+        )
+    return choices, expected.square().sum().item()
 
 
 def _tensors(folder: Path, index: int, choices: dict[str, Choice]) -> dict[str, torch.Tensor]:
@@ -137,15 +168,15 @@ def _tensors(folder: Path, index: int, choices: dict[str, Choice]) -> dict[str, 
     return tensors
 
 
-def _report(rows: list[tuple[int, dict[str, Choice]]]) -> dict:
-    relative = lambda chosen: math.sqrt(sum(c.error for c in chosen) / sum(c.norm for c in chosen))  # noqa: E731
+def _report(rows: list[tuple[int, dict[str, Choice], float]]) -> dict:
     layers = [
         {"index": i}
         | {
-            name: {"added_error": relative([choice]), "clip": choice.clip, "rotated": choice.rotated}
+            name: {"added_error": math.sqrt(choice.error / norm), "clip": choice.clip, "rotated": choice.rotated}
             for name, choice in choices.items()
         }
-        for i, choices in rows
+        for i, choices, norm in rows
     ]
-    total = {name: relative([choices[name] for _, choices in rows]) for name in "kv"}
+    norms = sum(norm for *_, norm in rows)
+    total = {name: math.sqrt(sum(choices[name].error for _, choices, _ in rows) / norms) for name in "kv"}
     return {"layers": layers, "added_error": total}

@@ -88,6 +88,7 @@ def test_statistics_are_those_of_the_whole_model(dtype, base, tmp_path):
             value = getattr(got, name)
             assert value.dtype == torch.float32
             torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+        assert torch.equal(got.gram, got.gram.T)
         assert got.tokens == IDS.numel()
         assert torch.equal(got.sample, torch.stack([inputs[run_] for run_ in sample_runs(5, 70)]))
         assert got.sample.shape == (5, 38, 64)
