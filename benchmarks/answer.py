@@ -1,6 +1,6 @@
 """Ask an exported checkpoint, as a stranger would: with transformers alone.
 
-    python -m benchmarks.answer CHECKPOINT "QUESTION"
+python -m benchmarks.answer CHECKPOINT "QUESTION"
 """
 
 import sys

@@ -14,7 +14,7 @@ _HERE = Path(__file__).parent
 
 def folder() -> Path:
     """Where the recipes are: in the package once installed, at the top of the repository in a checkout."""
-    installed = _HERE / "recipes"
+    installed = _HERE / "_recipes"
     return installed if installed.is_dir() else _HERE.parent / "recipes"
 
 

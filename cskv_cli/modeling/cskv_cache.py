@@ -6,14 +6,13 @@ rebuilt from low-rank latents, a layer at a time, and dropped again.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .cskv_latents import Latents
+from .cskv_positions import RotaryHistory, Rows, TensorMap
 from .cskv_quantizer import Quantizer
 
 if TYPE_CHECKING:
@@ -21,118 +20,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from .cskv_attention import CSKVAttention
-
-TensorMap = Callable[[torch.Tensor], torch.Tensor]
-
-
-class RotaryHistory:
-    """What the rotation (RoPE) of every cached token can be repeated from; layers with the same RoPE share one.
-
-    That is a token's position, 4 bytes, where the model's rotary embedding gives the same cos and sin for it whenever
-    it is asked. Where it does not (frequencies that change with the length), cos and sin themselves are kept.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
-        self._rebuilt: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.positions: torch.Tensor | None = None  # [1 or batch, tokens]
-        self.cos: torch.Tensor | None = None  # [1 or batch, tokens, rotated dimensions]
-        self.sin: torch.Tensor | None = None
-
-    def begin(self, model: nn.Module) -> None:
-        """Borrow the model's rotary embedding for one forward."""
-        self._rotary, self._rebuilt = getattr(model, "rotary_emb", None), None
-
-    def end(self) -> None:
-        """Give it back, and drop what was rebuilt for this forward."""
-        self._rotary = self._rebuilt = None
-
-    def __len__(self) -> int:
-        held = self.cos if self.positions is None else self.positions
-        return 0 if held is None else held.shape[1]
-
-    def extend(self, past: int, positions: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Add the tokens of this forward; the first layer does, the others find them there."""
-        if past == 0 and len(self) != cos.shape[1]:
-            self.reset()
-        if len(self) != past:
-            return
-        if past == 0 and self._repeatable(positions, cos, sin):
-            self.positions = positions.to(torch.int32)
-        elif past == 0:
-            self.cos, self.sin = cos, sin
-        elif self.positions is not None:
-            self.positions = _append_rows(self.positions, positions.to(torch.int32))
-        else:
-            self.cos, self.sin = _append_rows(self.cos, cos), _append_rows(self.sin, sin)
-
-    def first(self, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the first `length` tokens, on the device and in the dtype of `like`."""
-        if self.positions is None:
-            return self.cos[:, :length].to(like.device), self.sin[:, :length].to(like.device)
-        if self._rebuilt is None:  # the same for all layers
-            self._rebuilt = self._compute(self.positions[:, :length], like)
-        return tuple(part.to(like.device) for part in self._rebuilt)
-
-    def apply(self, fn: TensorMap) -> None:
-        """Replace every tensor held by `fn` of it."""
-        for name in ("positions", "cos", "sin"):
-            if (tensor := getattr(self, name)) is not None:
-                setattr(self, name, fn(tensor))
-
-    def _compute(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        wants_kind = "layer_type" in inspect.signature(self._rotary.forward).parameters
-        return self._rotary(like, positions.to(like.device, torch.long), *([self.kind] if wants_kind else []))
-
-    def _repeatable(self, positions: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        if positions is None or positions.dim() != 2 or self._rotary is None:
-            return False
-        rope_type = getattr(self._rotary, "rope_type", None)
-        if isinstance(rope_type, dict):
-            rope_type = rope_type.get(self.kind)
-        if rope_type is None or "dynamic" in rope_type or rope_type == "longrope":
-            return False
-        return all(map(torch.equal, self._compute(positions, cos), (cos, sin)))
-
-
-def _append_rows(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    rows = max(len(old), len(new))  # a single row stands for the whole batch
-    return torch.cat([t.to(old.device).expand(rows, *t.shape[1:]) for t in (old, new)], dim=1)
-
-
-class Rows:
-    """Where each row of the batch begins: the index of its first token that is not padding."""
-
-    def __init__(self) -> None:
-        self.starts: torch.Tensor | None = None  # [batch]; None: no row is padded
-
-    def see(self, attention_mask: torch.Tensor | dict[str, torch.Tensor] | None) -> None:
-        """Read it off a mask over all tokens so far: [batch, tokens], or [batch, 1, new, tokens] for attention."""
-        if isinstance(attention_mask, dict):
-            attention_mask = attention_mask.get("full_attention")
-        if not torch.is_tensor(attention_mask):
-            return
-        if attention_mask.dim() == 4:
-            attention_mask = attention_mask[:, 0, -1]
-            if attention_mask.is_floating_point():
-                attention_mask = attention_mask == 0
-        seen = attention_mask.bool()
-        self.starts = torch.where(seen.any(-1), seen.int().argmax(-1), seen.shape[-1])
-
-    def read_exactly(self, sinks: int, device: torch.device) -> torch.Tensor:
-        """[batch or 1]: how many leading tokens of each row are padding or sinks."""
-        starts = torch.zeros(1, dtype=torch.long) if self.starts is None else self.starts
-        return starts.to(device) + sinks
-
-    def apply(self, fn: TensorMap) -> None:
-        """Replace the starts by `fn` of them."""
-        if self.starts is not None:
-            self.starts = fn(self.starts)
 
 
 class CSKVLayer(CacheLayerMixin):

@@ -155,7 +155,7 @@ def truncate(path):
 
 
 def leave_half_written(partial):
-    (partial / ".layer-002.safetensors.tmp").write_bytes(b"half")
+    (partial / ".tmpAbCdEf").write_bytes(b"half")  # safetensors' own temporary name
     (partial / "layer-002.safetensors").write_bytes((partial / "layer-001.safetensors").read_bytes()[:-5])
 
 
