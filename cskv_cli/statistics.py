@@ -12,7 +12,6 @@ from cskv_cli.errors import CskvError
 
 MAX_RUNS = 16
 RUN_TOKENS = 128
-SKIPPED_TOKENS = 32  # sinks and what still settles behind them
 
 _TENSORS = ("gram", "mean", "mean_abs", "sample")
 
@@ -24,7 +23,7 @@ class LayerStatistics:
     Attributes:
         gram: X^T X, summed over the tokens, [hidden, hidden], float32.
         mean, mean_abs: mean of x and of |x|, [hidden], float32.
-        sample: consecutive tokens of real text, [runs, tokens of a run, hidden], in the dtype of computation.
+        sample: the first tokens of some windows, [runs, at most 128 tokens, hidden], in the dtype of computation.
         tokens: how many tokens were seen.
     """
 
@@ -38,22 +37,22 @@ class LayerStatistics:
 class Collector:
     """Gathers `LayerStatistics` batch by batch: products in float32, their sum in float64.
 
-    The sample is one run of 128 tokens from each of at most 16 windows, evenly spread over the windows and over the
-    places in a window behind its first 32 tokens. Of windows of less than 160 tokens a run is what is left behind
-    the first 32, and of windows of less than 64 their second half.
+    The sample is the first 128 tokens of each of at most 16 windows, evenly spread: from the first token on, since
+    attention within a run that lacks it is not what it is in a text.
     """
 
-    def __init__(self, windows: int, seq_len: int) -> None:
+    def __init__(self, windows: int) -> None:
         self.tokens = 0
-        self._runs = sample_runs(windows, seq_len)
+        self._sampled = sampled_windows(windows)
         self._sample: list[torch.Tensor] = []
         self._sums: tuple[torch.Tensor, ...] = ()  # of x^T x (its upper triangle), x and |x|
 
     def add(self, first: int, inputs: torch.Tensor) -> None:
         """Take in windows `first` and following, [batch, seq_len, hidden]."""
-        for window, tokens in self._runs:
+        for window in self._sampled:
             if first <= window < first + len(inputs):
-                self._sample.append(inputs[window - first, tokens].cpu())
+                run = inputs[window - first, :RUN_TOKENS]
+                self._sample.append(run.to("cpu", copy=True))  # a view would keep it all
         x = inputs.flatten(0, 1).float()
         if not self._sums:
             hidden, place = x.shape[1], "cpu" if x.device.type == "mps" else x.device  # mps has no float64
@@ -81,13 +80,10 @@ def _add_products(total: torch.Tensor, x: torch.Tensor) -> None:
         total[rows, start:] += (x[:, rows].T @ x[:, start:]).to(total.device)
 
 
-def sample_runs(windows: int, seq_len: int) -> list[tuple[int, slice]]:
-    """Return the window and the tokens of each run of the sample (see `Collector`)."""
+def sampled_windows(windows: int) -> list[int]:
+    """The windows that the sample is from, evenly spread."""
     runs = min(MAX_RUNS, windows)
-    skipped = min(SKIPPED_TOKENS, seq_len // 2)
-    length = min(RUN_TOKENS, seq_len - skipped)
-    starts = [skipped + (seq_len - length - skipped) * run // max(1, runs - 1) for run in range(runs)]
-    return [(run * windows // runs, slice(start, start + length)) for run, start in enumerate(starts)]
+    return [run * windows // runs for run in range(runs)]
 
 
 def layer_file(folder: Path, index: int) -> Path:

@@ -10,6 +10,7 @@ from accelerate.utils import align_module_device, has_offloaded_params
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.utils.logging import disable_progress_bar
 
 from cskv_cli.errors import CskvError
 from cskv_cli.progress import Advance
@@ -32,6 +33,7 @@ def load_by_layer(
         CskvError: the checkpoint lacks a tensor of the model.
     """
     config = AutoConfig.from_pretrained(folder)
+    disable_progress_bar()
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from cskv_cli.checkpoint.probe import model_class
 from cskv_cli.errors import CskvError
@@ -48,6 +49,7 @@ def load_checkpoint(folder: Path, device: str, dtype: torch.dtype | str) -> PreT
         CskvError: factors are missing from its weights.
     """
     config = AutoConfig.from_pretrained(folder)
+    disable_progress_bar()
     model, report = model_class(config).from_pretrained(folder, dtype=dtype, output_loading_info=True)
     if report["missing_keys"]:
         raise CskvError(f"{folder} lacks the weights {sorted(report['missing_keys'])[:3]}", "export it again")

@@ -22,10 +22,10 @@ from cskv_cli.errors import CskvError
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
 
-DEFAULT_DATA = ("self", "builtin")
+DEFAULT_DATA = ("self", "builtin@3")
 DEFAULT_NOTE = (
-    "no --data: calibrated on text by the model itself and from Python's installation. Text like yours does better: "
-    "SmolLM2-135M at ratio 0.5 has perplexity 20.6 on wikitext calibrated on wikitext, 22.3 on self, 22.4 on builtin"
+    "no --data: calibrated on text that the model writes and on text from Python's installation; --data with text like "
+    "yours does better (docs/results.md shows by how much)"
 )
 SAVE_EVERY = 60.0  # seconds of work that a kill may cost
 HIDDEN = "hidden.safetensors"
@@ -78,7 +78,7 @@ def calibrate(
         model = load_by_layer(base.folder, Path(offload), dtype=dtype, device=device)
         layers = compressible_layers(model.config)
         states = LayerByLayer(model, windows.ids, device)
-        speed = _collect(states, layers, partial, progress)
+        _collect(states, layers, partial, progress)
     _remove_all_but_layers(partial)
     report = {
         "layers": layers,
@@ -87,7 +87,6 @@ def calibrate(
         "seq_len": windows.ids.shape[1],
         "sources": windows.counts,
         "notes": list(windows.notes),
-        "tokens_per_second": round(speed, 1),
     }
     return run.commit("calibrate", partial, config, inputs, report)
 
@@ -111,24 +110,21 @@ def _remove_all_but_layers(folder: Path) -> None:
             path.unlink()
 
 
-def _collect(states: LayerByLayer, layers: list[int], partial: Path, progress: Progress) -> float:
-    """Write the files of `layers` that are not there; return the speed of the whole model, in tokens per second."""
-    windows, seq_len, _ = states.hidden.shape
+def _collect(states: LayerByLayer, layers: list[int], partial: Path, progress: Progress) -> None:
+    """Write the files of `layers` that are not there."""
+    windows = len(states.hidden)
     count = layers[-1] + 1
     first = _restore(states.hidden, partial, layers)
     checkpoint = _Checkpoint(partial / HIDDEN)
-    began = time.monotonic()
     with progress.task("calibrate", (count - first) * windows, "windows") as advance:
         for index in range(first, count):
             if index not in layers or statistics.is_whole(statistics.layer_file(partial, index)):
                 states.push(index, advance=advance)
             else:
-                collector = statistics.Collector(windows, seq_len)
+                collector = statistics.Collector(windows)
                 states.push(index, collector.add, advance)
                 statistics.save_layer(partial, index, collector.result())
             checkpoint.save_if_due(states.hidden, index + 1)
-    passes = (count - first) / len(states.layers)
-    return passes * windows * seq_len / (time.monotonic() - began)
 
 
 def _restore(hidden: torch.Tensor, partial: Path, layers: list[int]) -> int:

@@ -19,7 +19,7 @@ from cskv_cli.modeling.cskv_quantizer import Quantizer
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
 
-CLIPS = (1.0, 0.95, 0.9, 0.8)
+CLIPS = (1.0, 0.95, 0.9)
 ROTATIONS = 2
 
 Error = Callable[[torch.Tensor], float]
@@ -62,8 +62,8 @@ def quantize(
 ) -> Manifest:
     """Choose, layer by layer, for keys and for values, the basis of the latents and the clipping of their codes.
 
-    What is compared is the output of the layer's own attention on the calibration sample. The report holds the
-    relative error that quantization adds to it, per layer and over all.
+    What is compared is the output of the layer's own attention on the calibration sample (see `output_error`). The
+    report holds the relative error that quantization adds to it, per layer and over all.
     """
     layout = quantized_layout(load_layout(run.folder(source)), config)
     partial = run.partial("quantize", {"config": config.model_dump(mode="json"), "inputs": inputs})
@@ -88,7 +88,13 @@ def quantize(
 
 
 def choose(
-    latents: torch.Tensor, a: torch.Tensor, b: torch.Tensor, quantizer: Quantizer, seed: int, error: Error
+    latents: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    quantizer: Quantizer,
+    seed: int,
+    error: Error,
+    sinks: int = 0,
 ) -> Choice:
     """Try bases and clips on latents [runs, tokens, rank] and keep the one of least `error`.
 
@@ -98,8 +104,9 @@ def choose(
 
     Args:
         error: of keys or values [runs, tokens, channels] made from the codes.
+        sinks: first tokens of each run, whose latents are never read.
     """
-    axes = principal_axes(latents.flatten(0, 1), b)
+    axes = principal_axes(latents[:, sinks:].flatten(0, 1), b)
     best = None
     for number, rotation in enumerate(_rotations(a.shape[1], seed)):
         basis = rotation.T @ axes
@@ -107,10 +114,20 @@ def choose(
         turned = (latents @ turn).float()
         for clip in CLIPS:
             tried = Quantizer(quantizer.bits, quantizer.group, quantizer.per_channel, clip)
-            remaining = error(tried.round_trip(turned) @ basis.float())
+            remaining = error(tried.round_trip(turned, sinks) @ basis.float())
             if best is None or remaining < best.error:
                 best = Choice(a @ turn, basis, clip, number > 0, remaining)
     return best
+
+
+def output_error(output: torch.Tensor, expected: torch.Tensor, layers: int) -> float:
+    """Squared error of a layer's output, the part along the output itself counted once for every layer.
+
+    Clipping lowers the squared error and shrinks the output; that adds up over the layers, where rounding does not.
+    """
+    difference, expected = (output - expected).flatten().double(), expected.flatten().double()
+    along = (difference @ expected).square() / (expected @ expected)
+    return (difference @ difference + (layers - 1) * along).item()
 
 
 def principal_axes(latents: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -152,10 +169,12 @@ def _layer(
         quantizer = Quantizer(getattr(layout, f"bits_{name}")[index], layout.group, per_channel=name == "k")
 
         def error(states: torch.Tensor, name: str = name) -> float:
-            return (output(**kept | {name: states}) - expected).square().sum().item()
+            exact = kept[name][:, : layout.sinks]
+            tried = torch.cat([exact, states[:, layout.sinks :]], dim=1)
+            return output_error(output(**kept | {name: tried}), expected, len(layout.layers))
 
         choices[name] = choose(
-            latents[name], given[f"{name}.a"], given[f"{name}.b"], quantizer, seed * 10_000 + index, error
+            latents[name], given[f"{name}.a"], given[f"{name}.b"], quantizer, seed * 10_000 + index, error, layout.sinks
         )
     return choices, expected.square().sum().item()
 

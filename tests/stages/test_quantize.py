@@ -9,7 +9,7 @@ from cskv_cli.checkpoint.layers import compressible_layers, kv_projections
 from cskv_cli.checkpoint.rotary import rotation_for
 from cskv_cli.evaluation.attention import AttentionOutput
 from cskv_cli.modeling.cskv_quantizer import Quantizer
-from cskv_cli.stages.quantize import CLIPS, choose, principal_axes
+from cskv_cli.stages.quantize import CLIPS, choose, output_error, principal_axes
 from tests.cli import compress, cskv
 from tests.families import base_model
 
@@ -70,6 +70,28 @@ def test_the_choice_minimizes_the_error_it_is_given():
 
     choice = choose(latents, a, b, Quantizer(2, 8, per_channel=True), 1, error)
     assert len(tried) == 3 * len(CLIPS) and choice.clip == CLIPS[-1] and choice.rotated
+
+
+def test_output_error_counts_shrinking_once_for_every_layer():
+    expected, noise = torch.tensor([3.0, 4.0]), torch.tensor([4.0, -3.0])
+    assert output_error(expected + noise, expected, layers=30) == pytest.approx(25)
+    assert output_error(expected * 0.9, expected, layers=30) == pytest.approx(30 * 0.25)
+
+
+def test_sinks_take_no_part():
+    latents, a, b = problem()
+    wild = latents.clone()
+    wild[:, :2] *= 1e3
+
+    def pick(given):
+        return choose(given, a, b, Quantizer(2, 8, True), 1, error, sinks=2)
+
+    def error(states):
+        return (states - latents @ b)[:, 2:].square().sum().item()
+
+    ours, theirs = pick(wild), pick(latents)
+    assert (ours.clip, ours.rotated) == (theirs.clip, theirs.rotated)
+    torch.testing.assert_close(ours.a, theirs.a)
 
 
 @pytest.mark.parametrize("family", ["Llama:bias", "Qwen3", "Phi3", "Gemma2", "GptOss", "Cohere2"])

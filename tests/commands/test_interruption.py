@@ -1,0 +1,73 @@
+"""Killed and run again: the same bytes as undisturbed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cskv_cli.run import Run
+from tests.cli import CALIBRATION, compress, cskv
+from tests.commands.test_compress import digests
+
+
+def start(tiny, run):
+    data = "--data", tiny / "text.txt", *CALIBRATION
+    command = [
+        sys.executable,
+        "-m",
+        "cskv_cli",
+        "compress",
+        tiny / "base",
+        "--run",
+        run,
+        *data,
+        "--bits",
+        4,
+        "--group",
+        8,
+    ]
+    return subprocess.Popen([*map(str, command), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_at_any_moment_ends_in_the_same_bytes(tiny):
+    compress(tiny, "--bits", 4, "--group", 8)
+    expected = digests(tiny / "run")
+    run = tiny / "killed"
+    for folder in ("base", "calibrate", "init", "quantize"):  # killed as soon as each stage is whole, and in between
+        process = start(tiny, run)
+        while process.poll() is None and not (run / folder / "manifest.json").exists():
+            time.sleep(0.005)
+        time.sleep(0.03)
+        process.kill()
+        process.wait()
+    process = start(tiny, run)
+    assert process.wait(timeout=120) == 0, process.stderr.read()
+    assert digests(run) == expected
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_told_to_stop_exits_with_its_code_and_can_be_resumed(tiny, number, code):
+    process = start(tiny, tiny / "run")
+    while not (tiny / "run" / "base").exists():
+        time.sleep(0.005)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == code
+    assert "Traceback" not in process.stderr.read()
+    process = start(tiny, tiny / "run")
+    assert process.wait(timeout=120) == 0
+
+
+def test_a_second_process_is_told_who_holds_the_run(tiny):
+    with Run(tiny / "run").lock():
+        failure = compress(tiny, exit_code=1)
+    assert f"in use by process {os.getpid()}" in failure["error"]
+    compress(tiny)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tiny):
+    (tiny / "file").write_text("")
+    failure = cskv("compress", tiny / "base", "--run", tiny / "file" / "run", exit_code=1)
+    assert "cannot write to" in failure["error"] and "--run DIR" in failure["hint"]

@@ -1,0 +1,151 @@
+"""Retrieval: its cases, its scorer, and what it sees of the cache."""
+
+import re
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from cskv_cli.errors import CskvError
+from cskv_cli.evaluation import retrieval
+from cskv_cli.evaluation.retrieval import ANSWER_TOKENS, Case, answer, compare, is_right, make_cases
+from cskv_cli.modeling.cskv_cache import CSKVCache
+from tests.families import base_model, compressed, truncated
+from tests.modeling.decoding import decode, tokens
+
+DOCUMENTS = [tokens(31, seed=1).tolist(), tokens(24, seed=2).tolist(), tokens(5, seed=3).tolist()]
+QUESTIONS = [tokens(6, seed=seed).tolist() for seed in (4, 5, 6)]
+
+
+def entries_of(case):
+    return dict(re.findall(r"^(\S+): (\d+)$", case.document, re.MULTILINE))
+
+
+def asked(case):
+    """The place in the list of the key that the question names."""
+    return [i for i, key in enumerate(entries_of(case)) if re.search(rf"\b{key}\b", case.question)]
+
+
+@pytest.mark.parametrize("entries, count", [(60, 100), (60, 20), (7, 3), (1, 2)])
+def test_cases_have_distinct_keys_and_one_answer(entries, count):
+    cases = make_cases(entries, count, seed=0)
+    assert len(cases) == count
+    for case in cases:
+        listed = entries_of(case)
+        assert len(listed) == entries
+        assert all(len(value) == 5 and value[0] != "0" for value in listed.values())
+        (place,) = asked(case)
+        assert list(listed.values())[place] == case.value
+        assert case.value not in case.question
+
+
+def test_asked_entries_spread_evenly_over_the_list():
+    places = [asked(case)[0] for case in make_cases(60, 100, seed=0)]
+    assert places == sorted(places) and set(places) == set(range(60))
+    assert [asked(case)[0] for case in make_cases(60, 3, seed=0)] == [10, 30, 50]
+
+
+def test_the_seed_says_it_all():
+    assert make_cases(9, 4, seed=1) == make_cases(9, 4, seed=1)
+    assert make_cases(9, 4, seed=1) != make_cases(9, 4, seed=2)
+
+
+@pytest.mark.parametrize(
+    "text, right",
+    [
+        (" 12345", True),
+        ("12345\nbakoru: 54321", True),
+        (" **12345**.", True),
+        (" 54321\nbakoru: 12345", False),
+        (" 123456", False),
+        (" 1234", False),
+        (" 1 2345", False),
+        (" 12,345", False),
+        ("", False),
+        (" no number", False),
+    ],
+)
+def test_the_first_number_counts_and_all_of_it(text, right):
+    assert is_right(text, "12345") == right
+
+
+def greedy_alone(model, cache, document, question):
+    """The answer of a loop over one unpadded row."""
+    decode(model, torch.tensor([document]), [len(document)], cache=cache)
+    given = list(question)
+    for i in range(len(question) + ANSWER_TOKENS - 1):
+        logits = decode(model, torch.tensor([given[i : i + 1]]), [1], cache=cache)
+        if i >= len(question) - 1:
+            given.append(logits[0, -1].argmax().item())
+    return given[len(question) :]
+
+
+@pytest.mark.parametrize("kind", ["base", "cskv"])
+def test_a_padded_batch_answers_as_each_row_alone(kind):
+    model = compressed(base_model("Llama:bias"), truncated(9), rank=9, window=8, sinks=2)
+    new_cache = {"base": lambda: DynamicCache(config=model.config), "cskv": lambda: CSKVCache(model.config)}[kind]
+    found = answer(model, new_cache(), DOCUMENTS, QUESTIONS).tolist()
+    assert found == [greedy_alone(model, new_cache(), *row) for row in zip(DOCUMENTS, QUESTIONS, strict=True)]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3"])
+def test_at_full_rank_the_answer_is_the_base_models(family):
+    base = base_model(family)
+    model = compressed(base, window=8, sinks=2)
+    expected = answer(base, DynamicCache(config=base.config), DOCUMENTS, QUESTIONS)
+    assert torch.equal(answer(model, CSKVCache(model.config), DOCUMENTS, QUESTIONS), expected)
+    assert torch.equal(answer(model, DynamicCache(config=model.config), DOCUMENTS, QUESTIONS), expected)
+
+
+def test_the_first_token_of_the_answer_is_read_from_the_compressed_cache():
+    """A prompt in one forward, question and all, would show no loss there."""
+    model = compressed(base_model("Llama"), truncated(3), rank=3, window=1, sinks=0)
+    exact = answer(model, DynamicCache(config=model.config), DOCUMENTS, QUESTIONS)
+    assert (answer(model, CSKVCache(model.config), DOCUMENTS, QUESTIONS) != exact)[:, 0].any()
+
+
+def test_only_the_documents_are_read_in_one_forward(monkeypatch):
+    model = compressed(base_model("Llama"), window=8, sinks=2)
+    sizes = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    answer(model, CSKVCache(model.config), DOCUMENTS, QUESTIONS)
+    assert sizes == [31] + [1] * (len(QUESTIONS[0]) + ANSWER_TOKENS - 1)
+
+
+class Digits:
+    """A tokenizer of characters that spells its ids in plain text."""
+
+    bos_token_id = None
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [3 + ord(c) % 90 for c in text]}
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return ["".join(chr(token) for token in row) for row in rows]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_score_of_forced_answers(monkeypatch, wrong):
+    """The documents tell the case, so that an answer that lands in another row is a wrong one."""
+    cases = [Case(f"list {i}" * (i + 1), "?" * (1 + i % 2), str(11111 * (i + 1))) for i in range(4)]
+    known = {tuple(Digits()(case.document)["input_ids"]): case.value for case in cases}
+    bad = {case.value for case in cases[:wrong]}
+
+    def forced(model, cache, documents, questions):
+        values = [known[tuple(document)] for document in documents]
+        if isinstance(cache, CSKVCache):
+            values = ["00000" if value in bad else value for value in values]
+        return [[ord(c) for c in f" {value}\n"] for value in values]
+
+    monkeypatch.setattr(retrieval, "answer", forced)
+    monkeypatch.setattr(retrieval, "BATCH_TOKENS", 40)
+    result = compare(compressed(base_model("Llama")), Digits(), cases)
+    assert result == {"base": {"score": 1.0}, "cskv": {"score": 1 - wrong / 4}}
+
+
+def test_lists_beyond_the_models_context_are_refused():
+    model = compressed(base_model("Llama", max_position_embeddings=64))
+    with pytest.raises(CskvError, match="64"):
+        compare(model, Digits(), make_cases(8, 1, seed=0))
