@@ -64,13 +64,13 @@ class Console:
         if not self.json:
             self._out.print(text, markup=False)
 
-    def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table of the result; the first column is text, the others are numbers."""
+    def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[Any]], texts: int = 1) -> None:
+        """A table of the result; the first `texts` columns are text, the others are numbers."""
         if self.json:
             return
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for i, name in enumerate(header):
-            table.add_column(name, justify="left" if i == 0 else "right")
+            table.add_column(name, justify="left" if i < texts else "right")
         for row in rows:
             table.add_row(*map(str, row))
         self._out.print(table)

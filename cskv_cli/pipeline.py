@@ -1,6 +1,7 @@
 """The stages in their order: each reuses what the run directory holds, and makes what it does not."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -45,7 +46,28 @@ class Pipeline:
                 self.console.warn(note)
             return calibrate.calibrate(self.run, self.base, config, inputs, windows, self.console.progress)
 
-        return self._stage("calibrate", config, {"base": self._base_manifest.digest}, make)
+        return self._stage("calibrate", config, {"base": self._base_manifest.digest} | self._texts(config), make)
+
+    def _texts(self, config: CalibrateConfig) -> dict[str, str]:
+        """Digests of the text files; a file that is gone counts as it was when it was last read."""
+        from cskv_cli.checkpoint.weights import file_hashes
+        from cskv_cli.data.sources import parse_source
+        from cskv_cli.errors import CskvError
+
+        known = self.run.manifest("calibrate")
+        digests = {}
+        for text in config.data:
+            try:
+                source = parse_source(text)
+            except CskvError:
+                if known is None or f"data:{text}" not in known.inputs:
+                    raise
+                digests[f"data:{text}"] = known.inputs[f"data:{text}"]
+                continue
+            if source.kind == "file":
+                path = Path(source.name)
+                digests[f"data:{text}"] = file_hashes([path], self.run.path / ".hashes.json")[path.name]
+        return digests
 
     def analyze(self) -> Manifest:
         """Spectra of the caches."""

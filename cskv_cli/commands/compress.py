@@ -122,5 +122,6 @@ def _show_plan(plan: dict[str, Any], console: Console) -> None:
             ("disk", f"{plan['disk_bytes'] / 1e9:.2f} GB, {plan['free_bytes'] / 1e9:.1f} GB free"),
             ("memory", f"{plan['memory_bytes'] / 1e9:.2f} GB"),
         ],
+        texts=2,
     )
     console.result(plan)

@@ -15,7 +15,7 @@ def inspect(console: Console, checkpoint: CheckpointArgument = "cskv-run/export"
     from cskv_cli.stages.inspect import inspect as look
 
     result = look(find_checkpoint(checkpoint))
-    console.table(checkpoint, ("", ""), _rows(result))
+    console.table(checkpoint, ("", ""), _rows(result), texts=2)
     console.line()
     console.table(
         "Tokens that fit beside the weights",

@@ -18,7 +18,8 @@ def status(console: Console, run: RunOption = DEFAULT_RUN) -> None:
     rows = [
         (s["stage"], s["state"], f"{s['bytes'] / 1e6:,.1f} MB" if s["bytes"] else "", s["settings"]) for s in stages
     ]
-    console.table(f"{run}: {here.manifest('base').config['source']}", ("stage", "state", "size", "settings"), rows)
+    source = here.manifest("base").config["source"]
+    console.table(f"{run}: {source}", ("stage", "state", "size", "settings"), rows, texts=4)
     console.result({"run": str(run), "stages": stages})
 
 

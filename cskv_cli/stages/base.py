@@ -28,7 +28,8 @@ def open_base(run: Run, model: str | None, revision: str | None, progress: Progr
     """
     known = run.manifest("base")
     if model is None and known is None:
-        raise CskvError(f"{run.path} remembers no model", "name one: a Hub id, a folder or a .gguf file")
+        hint = "begin with: cskv compress MODEL (a Hub id, a folder or a .gguf file)"
+        raise CskvError(f"{run.path} remembers no model", hint)
     source = known.config["source"] if model is None else _absolute(model)
     if known is not None and source != known.config["source"]:
         raise CskvError(

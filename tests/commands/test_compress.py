@@ -161,3 +161,18 @@ def test_no_model_is_one_clear_line(tmp_path):
     assert "remembers no model" in failure["error"]
     assert "no run directory" in cskv("status", "--run", tmp_path / "none", exit_code=1)["error"]
     assert not (tmp_path / "none").exists()
+
+
+def test_changed_text_is_calibrated_on_again_and_lost_text_is_not_missed(tiny):
+    compress(tiny)
+    stamp = (tiny / "run" / "calibrate" / "manifest.json").stat().st_mtime_ns
+    words = (tiny / "text.txt").read_text().split()
+    (tiny / "text.txt").write_text(" ".join(reversed(words)))
+    compress(tiny)
+    assert (tiny / "run" / "calibrate" / "manifest.json").stat().st_mtime_ns > stamp
+    before = digests(tiny / "run")
+    (tiny / "text.txt").unlink()
+    cskv("compress", "--run", tiny / "run")
+    assert digests(tiny / "run") == before
+    failure = cskv("calibrate", "--run", tiny / "run", "--data", tiny / "gone.txt", exit_code=1)
+    assert "gone.txt" in failure["error"]

@@ -253,7 +253,7 @@ def test_default_data_is_the_model_and_python(base, monkeypatch):
         asked.update(arguments, dtype=model.dtype)
         for texts in (1, 2, 3):
             progress(texts, 3)
-        return torch.full((2, 16), 7)
+        return torch.full((arguments["count"], 16), 7)
 
     class Steps(Progress):
         @contextmanager
