@@ -83,7 +83,7 @@ class EvalConfig(StageConfig):
     )
     samples: int = Field(16, ge=1, description="Windows of text.")
     seq_len: int = Field(1024, ge=2, description="Tokens in a window.")
-    entries: int = Field(60, ge=1, le=10_000, description="Entries in a list of keys and values.")
+    entries: int = Field(60, ge=2, le=10_000, description="Entries in a list of keys and values.")
     cases: int = Field(100, ge=1, description="Lists, with one question each.")
     seed: int = Field(0, description="Seed of the lists.")
     device: Device = Field("auto", description="Where to compute.")

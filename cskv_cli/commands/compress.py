@@ -14,7 +14,7 @@ from cskv_cli.console import Console
 from cskv_cli.errors import CskvError
 from cskv_cli.layout import span
 from cskv_cli.options import DEFAULT_RUN, ModelArgument, RevisionOption, RunOption, Settings, verb
-from cskv_cli.run import MANIFEST, Run
+from cskv_cli.run import MANIFEST, Run, sha256
 
 if TYPE_CHECKING:
     from cskv_cli.pipeline import Pipeline
@@ -50,9 +50,9 @@ def compress(
     settings["quantize"] = bits_settings(bits, settings["quantize"])
     if recipe is not None:
         model, revision, settings = _merge(recipe, model, revision, settings)
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CskvError(f"{out} exists and is not an empty folder", "name another one with --out")
     here = Run(run)
+    if out is not None and not _free(out) and not _is_copy(out, here):
+        raise CskvError(f"{out} exists and is not an empty folder", "name another one with --out")
     with here.lock():
         pipeline = Pipeline(here, model, revision, settings, console)
         plan = _plan(pipeline)
@@ -66,7 +66,7 @@ def compress(
         manifest = pipeline.export()
         folder = here.folder("export")
         if out is not None:
-            folder = _copy(folder, out)
+            folder = out if _is_copy(out, here) else _copy(folder, out)
     return show_checkpoint(console, folder, manifest.report)
 
 
@@ -93,14 +93,29 @@ def _plan(pipeline: "Pipeline") -> dict[str, Any]:
     return make_plan(pipeline.run, pipeline.base, **configs)
 
 
+def _free(out: Path) -> bool:
+    return not out.exists() or (out.is_dir() and not any(out.iterdir()))
+
+
+def _names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def _is_copy(out: Path, run: Run) -> bool:
+    """Whether a folder holds what this run last exported, so that it may be replaced."""
+    manifest = run.manifest("export")
+    if manifest is None or not out.is_dir() or _names(out) != manifest.files.keys():
+        return False
+    return all(sha256(out / name) == entry["sha256"] for name, entry in manifest.files.items())
+
+
 def _copy(folder: Path, out: Path) -> Path:
     """A copy of the checkpoint that is there whole or not at all."""
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(folder, temporary, ignore=shutil.ignore_patterns(MANIFEST))
-    if out.exists():
-        out.rmdir()
+    shutil.rmtree(out, ignore_errors=True)
     temporary.rename(out)
     return out
 

@@ -93,6 +93,9 @@ def test_out_is_a_copy_without_the_manifest(tiny):
     export = {k: v for k, v in digests(tiny / "run" / "export").items() if k != "manifest.json"}
     assert digests(tiny / "m-1.5 模型") == export
     assert "not an empty folder" in compress(tiny, "--out", tiny / "base", exit_code=1)["error"]
+    assert compress(tiny, "--out", tiny / "m-1.5 模型") == report
+    (tiny / "m-1.5 模型" / "README.md").write_text("mine")
+    assert "not an empty folder" in compress(tiny, "--out", tiny / "m-1.5 模型", exit_code=1)["error"]
 
 
 def test_dry_run_writes_no_stage_and_agrees_with_the_result(tiny):

@@ -52,7 +52,7 @@ def test_text_that_was_not_chosen_is_told(export):
 
 def test_usage_errors_exit_with_2(export):
     cskv("eval", export, "--task", "magic", exit_code=2)
-    cskv("eval", export, "--entries", 0, exit_code=2)
+    cskv("eval", export, "--entries", 1, exit_code=2)
 
 
 def test_lists_too_long_are_one_clear_line(export):
