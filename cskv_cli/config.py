@@ -1,8 +1,8 @@
 """One frozen config per stage: the source of its flags, its recipe keys and its manifest."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -29,6 +29,11 @@ class DataConfig(StageConfig):
     seed: int = Field(0, description="Seed of everything random.")
     device: Device = Field("auto", description="Where to compute.")
     dtype: Dtype = Field("auto", description="Precision to compute in; auto is the base model's.")
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_or_several(cls, data: Any) -> Any:
+        return (data,) if isinstance(data, str) else data
 
 
 class CalibrateConfig(DataConfig):

@@ -3,15 +3,19 @@
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+from cskv_cli.statistics import save_atomically
 
 
 def save_layer(folder: Path, index: int, factors: dict[str, torch.Tensor]) -> None:
-    """Write the factors of a layer: `k.a` [hidden, rank], `k.b` [rank, channels], likewise `v`; float32."""
-    path = layer_path(folder, index)
-    temporary = path.with_suffix(".tmp")
-    save_file({name: tensor.float().contiguous() for name, tensor in factors.items()}, temporary)
-    temporary.replace(path)
+    """Write the factors of a layer: `k.a` [hidden, rank], `k.b` [rank, channels], likewise `v`; float32.
+
+    Raises:
+        CskvError: they cannot be written.
+    """
+    tensors = {name: tensor.float().contiguous() for name, tensor in factors.items()}
+    save_atomically(layer_path(folder, index), tensors, {})
 
 
 def load_layer(folder: Path, index: int) -> dict[str, torch.Tensor]:

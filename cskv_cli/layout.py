@@ -3,11 +3,12 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from cskv_cli.config import Bits, StageConfig
+from cskv_cli.errors import CskvError
 from cskv_cli.run import write_json
 
 LAYOUT = "layout.json"
@@ -76,4 +77,19 @@ def save_layout(folder: Path, layout: Layout) -> None:
 
 def load_layout(folder: Path) -> Layout:
     """Read the layout."""
-    return Layout(**json.loads((folder / LAYOUT).read_text()))
+    return parse_layout(json.loads((folder / LAYOUT).read_text()), folder / LAYOUT)
+
+
+def parse_layout(block: dict[str, Any], path: Path) -> Layout:
+    """A layout from what a file holds.
+
+    Raises:
+        CskvError: it was written by another version.
+    """
+    try:
+        return Layout(**block)
+    except (ValidationError, TypeError) as error:
+        raise CskvError(
+            f"{path} describes a cache that this version of cskv does not know: {' '.join(str(error).split())}",
+            "use the version of cskv that made it, or compress the base model again",
+        ) from error

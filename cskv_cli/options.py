@@ -10,6 +10,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,12 +90,13 @@ def _guarded(work: Callable[..., None], console: Console, debug: bool) -> None:
     except (typer.Exit, typer.BadParameter, SystemExit):
         raise
     except KeyboardInterrupt:
-        console.fail("interrupted", "what is finished is kept: run the same command again to go on")
+        _say(console, "interrupted", "what is finished is kept: run the same command again to go on")
         raise SystemExit(130) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except ValidationError as error:
+        console.result({"error": validation_message(error), "hint": "see --help"})
         raise typer.BadParameter(validation_message(error)) from None
     except CskvError as error:
         _fail(console, error.message, error.hint, debug)
@@ -113,9 +115,14 @@ def validation_message(error: ValidationError) -> str:
 def _fail(console: Console, message: str, hint: str, debug: bool) -> None:
     if debug:
         traceback.print_exc()
-    console.result({"error": message, "hint": hint})
-    console.fail(message, hint)
+    _say(console, message, hint)
     raise SystemExit(1) from None
+
+
+def _say(console: Console, message: str, hint: str) -> None:
+    with suppress(OSError):  # stdout may be what failed
+        console.result({"error": message, "hint": hint})
+    console.fail(message, hint)
 
 
 def _hush_libraries(console: Console) -> None:

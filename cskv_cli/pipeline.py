@@ -1,5 +1,7 @@
 """The stages in their order: each reuses what the run directory holds, and makes what it does not."""
 
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ from pydantic import ValidationError
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig, QuantizeConfig, StageConfig
 from cskv_cli.console import Console
-from cskv_cli.options import Settings
+from cskv_cli.errors import CskvError
+from cskv_cli.options import Settings, validation_message
 from cskv_cli.run import Manifest, Run
 
 
@@ -20,9 +23,13 @@ class Pipeline:
     """
 
     def __init__(self, run: Run, model: str | None, revision: str | None, settings: Settings, console: Console) -> None:
+        from cskv_cli.data.sources import with_absolute_path
         from cskv_cli.stages.base import open_base
 
         self.run, self.settings, self.console = run, settings, console
+        self._said: set[str] = set()
+        if data := settings.get("calibrate", {}).get("data"):
+            settings["calibrate"]["data"] = tuple(map(with_absolute_path, data))
         self.base: BaseModel
         self.base, self._base_manifest = open_base(run, model, revision, console.progress)
         for note in self.base.notes:
@@ -30,7 +37,16 @@ class Pipeline:
 
     def config(self, stage: str, kind: type[StageConfig]) -> Any:
         """The settings a stage would be made with."""
-        return self.run.remembered(stage, self.settings.get(stage, {}), kind)
+        given = self.settings.get(stage, {})
+        config = self.run.remembered(stage, given, kind)
+        for name, (was, now) in self.run.fallen_back(stage, given, config).items():
+            self._say_once(f"{stage}: {name} is not given and now {now}; it was {was}")
+        return config
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.console.warn(text)
 
     def calibrate(self) -> Manifest:
         """Statistics of the layers' inputs."""
@@ -50,9 +66,7 @@ class Pipeline:
 
     def _texts(self, config: CalibrateConfig) -> dict[str, str]:
         """Digests of the text files; a file that is gone counts as it was when it was last read."""
-        from cskv_cli.checkpoint.weights import file_hashes
         from cskv_cli.data.sources import parse_source
-        from cskv_cli.errors import CskvError
 
         known = self.run.manifest("calibrate")
         digests = {}
@@ -64,10 +78,19 @@ class Pipeline:
                     raise
                 digests[f"data:{text}"] = known.inputs[f"data:{text}"]
                 continue
-            if source.kind == "file":
+            if source.kind in ("file", "folder"):
                 path = Path(source.name)
-                digests[f"data:{text}"] = file_hashes([path], self.run.path / ".hashes.json")[path.name]
+                files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+                digests[f"data:{text}"] = self._digest(path, files)
         return digests
+
+    def _digest(self, folder: Path, files: list[Path]) -> str:
+        """Of names and contents."""
+        from cskv_cli.checkpoint.weights import file_hashes
+
+        cache = self.run.path / ".hashes.json"
+        contents = {str(path.relative_to(folder)): file_hashes([path], cache)[path.name] for path in files}
+        return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
     def analyze(self) -> Manifest:
         """Spectra of the caches."""
@@ -103,15 +126,17 @@ class Pipeline:
             lambda inputs: quantize(self.run, self.base, factors.stage, config, inputs, self.console.progress),
         )
 
-    def export(self) -> Manifest:
-        """The checkpoint, from the factors of the stage that the settings name."""
+    def export(self, source: str | None = None) -> Manifest:
+        """The checkpoint, from the factors of stage `source`, or else of the one that the settings name."""
+        from cskv_cli.checkpoint.writer import extra_files
         from cskv_cli.stages.export import export
 
         config = self.config("export", ExportConfig)
-        source = config.factors
+        source = source or config.factors
         if source == "auto":
             source = "init" if self.run.manifest("quantize") is None else "quantize"
-        inputs = {source: self.run.require(source).digest}
+        extras = self._digest(self.base.folder, extra_files(self.base.folder))
+        inputs = {source: self.run.require(source).digest, "other files of the base": extras}
         return self._stage(
             "export",
             config,
@@ -122,9 +147,14 @@ class Pipeline:
     def _stage(
         self, stage: str, config: StageConfig, inputs: dict[str, str], make: Callable[[dict[str, str]], Manifest]
     ) -> Manifest:
-        if manifest := self.run.reusable(stage, config, inputs):
-            self.console.note(f"{stage}: reused {self.run.folder(stage)}")
-            return self.run.require(stage)
+        if self.run.reusable(stage, config, inputs):
+            try:
+                manifest = self.run.require(stage)
+            except CskvError as error:
+                self.console.warn(f"{error.message}; making it again")
+            else:
+                self.console.note(f"{stage}: reused {self.run.folder(stage)}")
+                return manifest
         manifest = make(inputs)
         self.console.note(f"{stage}: wrote {self.run.folder(stage)}")
         return manifest
@@ -136,9 +166,6 @@ def checked(kind: type[StageConfig], values: Any, where: str) -> StageConfig:
     Raises:
         CskvError: a key or value that the stage does not have.
     """
-    from cskv_cli.errors import CskvError
-    from cskv_cli.options import validation_message
-
     try:
         return kind.model_validate(values)
     except ValidationError as error:

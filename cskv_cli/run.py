@@ -5,17 +5,21 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from cskv_cli import __version__
 from cskv_cli.config import StageConfig
 from cskv_cli.errors import CskvError
 
 MANIFEST = "manifest.json"
+_OFFLOAD = ".offload-"
 STAGES = ("base", "calibrate", "analyze", "init", "quantize", "export")
 Config = TypeVar("Config", bound=StageConfig)
 
@@ -76,7 +80,9 @@ class Run:
         try:
             return Manifest(**json.loads(path.read_text()))
         except (ValueError, TypeError) as error:
-            raise CskvError(f"{path} is damaged: {error}", f"delete {path.parent} and make the stage again") from error
+            verb = "compress MODEL" if stage == "base" else stage
+            hint = f"delete {path.parent} and run: cskv {verb} --run {self.path}"
+            raise CskvError(f"{path} is damaged: {error}", hint) from error
 
     def stale(self, stage: str) -> str | None:
         """Why a finished stage no longer holds; None where it does."""
@@ -114,7 +120,7 @@ class Run:
             if sha256(folder / name) != entry["sha256"]:
                 raise CskvError(
                     f"{folder / name} is damaged: its SHA-256 is not the one in the manifest",
-                    f"delete {folder} and run: cskv {stage} --run {self.path}",
+                    f"run: cskv {stage} --run {self.path}",
                 )
         return manifest
 
@@ -128,9 +134,25 @@ class Run:
     def remembered(self, stage: str, given: dict[str, Any], kind: type[Config]) -> Config:
         """A stage's config: what was given, over the defaults; with nothing given, as it was last made."""
         manifest = self.manifest(stage)
-        if not given and manifest is not None:
+        if given or manifest is None:
+            return kind(**given)
+        try:
             return kind(**manifest.config)
-        return kind(**given)
+        except ValidationError as error:
+            path = self.folder(stage)
+            raise CskvError(
+                f"{path} was made by another version of cskv, with settings that this one does not have",
+                f"give the settings as flags, or delete {path}",
+            ) from error
+
+    def fallen_back(self, stage: str, given: dict[str, Any], config: StageConfig) -> dict[str, tuple[Any, Any]]:
+        """Settings that were not given and are at their defaults, though the stage was made otherwise: (was, is)."""
+        manifest = self.manifest(stage)
+        if manifest is None or not given:
+            return {}
+        now = _plain(config)
+        changed = {name: (was, now.get(name)) for name, was in manifest.config.items() if was != now.get(name)}
+        return {name: pair for name, pair in changed.items() if name not in given}
 
     def commit(
         self, stage: str, partial: Path, config: StageConfig, inputs: dict[str, str], report: dict[str, Any]
@@ -149,8 +171,17 @@ class Run:
             final.rename(old)
         partial.rename(final)
         _sync(self.path)
-        shutil.rmtree(old, ignore_errors=True)
+        for left in self.path.glob(f".{stage}-*"):  # the old one, and what was begun with other settings
+            shutil.rmtree(left, ignore_errors=True)
         return manifest
+
+    def discard(self, stage: str) -> None:
+        """Remove a stage."""
+        shutil.rmtree(self.folder(stage), ignore_errors=True)
+
+    def offload(self) -> tempfile.TemporaryDirectory:
+        """An empty folder to work in, removed afterwards."""
+        return tempfile.TemporaryDirectory(dir=self.path, prefix=_OFFLOAD)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -176,6 +207,8 @@ class Run:
             handle.truncate(0)
             handle.write(str(os.getpid()))
             handle.flush()
+            for left in self.path.glob(f"{_OFFLOAD}*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             yield
 
 

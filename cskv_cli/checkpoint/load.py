@@ -7,8 +7,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.utils.logging import disable_progress_bar
 
 from cskv_cli.checkpoint.probe import model_class
+from cskv_cli.checkpoint.weights import read_headers, read_json
 from cskv_cli.errors import CskvError
-from cskv_cli.layout import Layout
+from cskv_cli.layout import Layout, parse_layout
 from cskv_cli.memory import Shape
 
 
@@ -21,8 +22,7 @@ def find_checkpoint(name: str) -> Path:
     folder = Path(name).expanduser()
     if not (folder / "config.json").exists():
         folder = _download(name, folder)
-    config = AutoConfig.from_pretrained(folder)
-    if not hasattr(config, "cskv"):
+    if "cskv" not in read_json(folder / "config.json"):
         raise CskvError(
             f"{name} is not a CSKV checkpoint: its config.json has no cskv block", "run: cskv compress MODEL"
         )
@@ -46,8 +46,9 @@ def load_checkpoint(folder: Path, device: str, dtype: torch.dtype | str) -> PreT
     """The CSKV model in `folder`, ready to score.
 
     Raises:
-        CskvError: factors are missing from its weights.
+        CskvError: a shard is missing or damaged, or factors are missing from its weights.
     """
+    read_headers(folder)
     config = AutoConfig.from_pretrained(folder)
     disable_progress_bar()
     model, report = model_class(config).from_pretrained(folder, dtype=dtype, output_loading_info=True)
@@ -73,7 +74,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def layout_of(model: PreTrainedModel) -> Layout:
     """The layout in a checkpoint's config."""
-    return Layout(**model.config.cskv)
+    return parse_layout(model.config.cskv, Path(model.config.name_or_path) / "config.json")
 
 
 def shape_of(model: PreTrainedModel) -> Shape:

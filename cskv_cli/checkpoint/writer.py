@@ -73,13 +73,20 @@ def config_json(base: BaseModel, layout: Layout, dtype: torch.dtype) -> dict[str
 
 
 def _copy_extras(source: Path, folder: Path) -> None:
-    """Tokenizer, chat template, generation config, licence: what is neither weights nor replaced."""
-    for path in sorted(source.iterdir()):
-        kept = path.suffix not in _WEIGHTS and path.name not in _REPLACED and not path.name.startswith(".")
-        if path.is_file() and kept:
-            shutil.copyfile(path, folder / path.name)
-    if (templates := source / "additional_chat_templates").is_dir():
-        shutil.copytree(templates, folder / templates.name)
+    for path in extra_files(source):
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+def extra_files(source: Path) -> list[Path]:
+    """Tokenizer, chat templates, generation config, licence: what is neither weights nor replaced."""
+    kept = [
+        path
+        for path in sorted(source.iterdir())
+        if path.suffix not in _WEIGHTS and path.name not in _REPLACED and not path.name.startswith(".")
+    ]
+    return [path for path in kept if path.is_file()] + sorted((source / "additional_chat_templates").glob("*"))
 
 
 def _factor_tensors(

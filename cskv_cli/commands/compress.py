@@ -1,20 +1,19 @@
 """`cskv compress`."""
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cskv_cli import recipes
-from cskv_cli.commands.quantize import BitsOption, bits_settings
+from cskv_cli.commands.out import Out
+from cskv_cli.commands.quantize import UNQUANTIZED, BitsOption, bits_settings
 from cskv_cli.commands.report import show_checkpoint
 from cskv_cli.config import CalibrateConfig, Dtype, InitConfig, QuantizeConfig
 from cskv_cli.console import Console
-from cskv_cli.errors import CskvError
 from cskv_cli.layout import span
 from cskv_cli.options import DEFAULT_RUN, ModelArgument, RevisionOption, RunOption, Settings, verb
-from cskv_cli.run import MANIFEST, Run, sha256
+from cskv_cli.run import Run
 
 if TYPE_CHECKING:
     from cskv_cli.pipeline import Pipeline
@@ -42,7 +41,10 @@ def compress(
     dry_run: DryOption = False,
     run: RunOption = DEFAULT_RUN,
 ) -> None:
-    """Calibrate, factorize, quantize if bits are given, and export; what the run directory holds is reused."""
+    """Calibrate, factorize, quantize if bits are given, and export; what the run directory holds is reused.
+
+    A stage none of whose flags are given keeps the settings it was last made with.
+    """
     from cskv_cli.checkpoint.weights import require_disk
     from cskv_cli.pipeline import Pipeline
 
@@ -51,23 +53,23 @@ def compress(
     if recipe is not None:
         model, revision, settings = _merge(recipe, model, revision, settings)
     here = Run(run)
-    if out is not None and not _free(out) and not _is_copy(out, here):
-        raise CskvError(f"{out} exists and is not an empty folder", "name another one with --out")
+    target = None if out is None else Out(out, here)
     with here.lock():
         pipeline = Pipeline(here, model, revision, settings, console)
-        plan = _plan(pipeline)
+        quantizes = _quantizes(bits, settings["quantize"], here)
+        plan = _plan(pipeline, quantizes)
         if dry_run:
             return _show_plan(plan, console)
         require_disk(run, plan["disk_bytes"], "the run")
         factors = pipeline.init(pipeline.calibrate())
-        if pipeline.settings["quantize"]:
+        if quantizes:
             factors = pipeline.quantize(factors)
-        pipeline.settings["export"] |= {"factors": factors.stage}
-        manifest = pipeline.export()
-        folder = here.folder("export")
-        if out is not None:
-            folder = out if _is_copy(out, here) else _copy(folder, out)
-    return show_checkpoint(console, folder, manifest.report)
+        else:
+            here.discard("quantize")
+        manifest = pipeline.export(factors.stage)
+        if target is not None:
+            target.deliver()
+    return show_checkpoint(console, here.folder("export") if out is None else out, manifest.report)
 
 
 def _merge(recipe: str, model: str | None, revision: str | None, flags: Settings) -> tuple:
@@ -83,41 +85,21 @@ def _merge(recipe: str, model: str | None, revision: str | None, flags: Settings
     return model, revision, settings
 
 
-def _plan(pipeline: "Pipeline") -> dict[str, Any]:
+def _quantizes(bits: int | None, given: dict[str, Any], run: Run) -> bool:
+    """Whether to quantize: if bits are given, or else if the run did so before; a seed alone says nothing."""
+    if bits == UNQUANTIZED:
+        return False
+    return bool(given.keys() - {"seed"}) or run.manifest("quantize") is not None
+
+
+def _plan(pipeline: "Pipeline", quantizes: bool) -> dict[str, Any]:
     """What is about to be done; bad settings are refused here, before the long work."""
     from cskv_cli.stages.plan import make_plan
 
     configs = {stage: pipeline.config(stage, kind) for stage, kind in recipes.STAGE_CONFIGS.items()}
-    if not pipeline.settings["quantize"]:
+    if not quantizes:
         configs["quantize"] = None
     return make_plan(pipeline.run, pipeline.base, **configs)
-
-
-def _free(out: Path) -> bool:
-    return not out.exists() or (out.is_dir() and not any(out.iterdir()))
-
-
-def _names(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
-def _is_copy(out: Path, run: Run) -> bool:
-    """Whether a folder holds what this run last exported, so that it may be replaced."""
-    manifest = run.manifest("export")
-    if manifest is None or not out.is_dir() or _names(out) != manifest.files.keys():
-        return False
-    return all(sha256(out / name) == entry["sha256"] for name, entry in manifest.files.items())
-
-
-def _copy(folder: Path, out: Path) -> Path:
-    """A copy of the checkpoint that is there whole or not at all."""
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(folder, temporary, ignore=shutil.ignore_patterns(MANIFEST))
-    shutil.rmtree(out, ignore_errors=True)
-    temporary.rename(out)
-    return out
 
 
 def _show_plan(plan: dict[str, Any], console: Console) -> None:

@@ -1,13 +1,15 @@
 """`cskv eval`."""
 
+import os
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cskv_cli.config import EvalConfig
 from cskv_cli.console import Console
-from cskv_cli.options import Settings, verb
+from cskv_cli.options import DEFAULT_RUN, Settings, verb
 
 
 class Task(StrEnum):
@@ -17,6 +19,7 @@ class Task(StrEnum):
     retrieval = "retrieval"
 
 
+DEFAULT_CHECKPOINT = str(Path(os.environ.get("CSKV_RUN", DEFAULT_RUN)) / "export")
 CheckpointArgument = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder or Hub id of an export.")]
 TaskOption = Annotated[list[Task], typer.Option("--task", help="What to measure; may be given several times.")]
 
@@ -25,7 +28,7 @@ TaskOption = Annotated[list[Task], typer.Option("--task", help="What to measure;
 def evaluate(
     settings: Settings,
     console: Console,
-    checkpoint: CheckpointArgument = "cskv-run/export",
+    checkpoint: CheckpointArgument = DEFAULT_CHECKPOINT,
     task: TaskOption = [Task.perplexity],  # noqa: B006
 ) -> None:
     """Measure what the smaller cache costs, token by token as if decoded, beside the base model."""

@@ -9,12 +9,16 @@ from cskv_cli.console import Console
 from cskv_cli.options import DEFAULT_RUN, RunOption, Settings, verb
 from cskv_cli.run import Run
 
-BitsOption = Annotated[int | None, typer.Option("--bits", help="Bits of key and of value latents: 2, 3, 4 or 8.")]
+UNQUANTIZED = 16
+BITS_HELP = "Bits of key and of value latents: 2, 3, 4 or 8; 16 is not to quantize."
+BitsOption = Annotated[int | None, typer.Option("--bits", help=BITS_HELP)]
 
 
 @verb(quantize=QuantizeConfig)
 def quantize(settings: Settings, console: Console, bits: BitsOption = None, run: RunOption = DEFAULT_RUN) -> None:
     """Choose how the latents become packed codes of a few bits."""
+    if bits == UNQUANTIZED:
+        raise typer.BadParameter("16 bits are not to quantize: cskv compress --bits 16 leaves this stage out")
     settings["quantize"] = bits_settings(bits, settings["quantize"])
     from cskv_cli.layout import load_layout
     from cskv_cli.pipeline import Pipeline
@@ -42,7 +46,7 @@ def bits_settings(bits: int | None, given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         typer.BadParameter: it is given beside both of those.
     """
-    if bits is None:
+    if bits is None or bits == UNQUANTIZED:
         return given
     if {"bits_k", "bits_v"} <= given.keys():
         raise typer.BadParameter("--bits says the same as --bits-k and --bits-v: give one or the others")

@@ -24,11 +24,17 @@ def status(console: Console, run: RunOption = DEFAULT_RUN) -> None:
 
 
 def _stage(run: Run, stage: str) -> dict[str, Any]:
-    manifest = run.manifest(stage)
+    try:
+        manifest = run.manifest(stage)
+    except CskvError as error:
+        return {"stage": stage, "state": f"damaged: {error.message}", "bytes": 0, "settings": ""}
     if manifest is None:
         begun = any(run.path.glob(f".{stage}-*"))
         return {"stage": stage, "state": "unfinished" if begun else "not made", "bytes": 0, "settings": ""}
-    reason = run.stale(stage)
+    try:
+        reason = run.stale(stage)
+    except CskvError as error:
+        reason = error.message
     settings = " ".join(f"{key}={_short(value)}" for key, value in manifest.config.items() if value not in (None, []))
     return {
         "stage": stage,

@@ -53,6 +53,18 @@ def parse_source(text: str) -> Source:
     raise CskvError(f"{text!r} is neither a file or folder here nor a data set id", FORMS)
 
 
+def with_absolute_path(text: str) -> str:
+    """The same `--data` argument, right from any working directory.
+
+    Raises:
+        CskvError: as `parse_source`.
+    """
+    source = parse_source(text)
+    if source.kind not in ("file", "folder"):
+        return text
+    return str(Path(source.name).expanduser().absolute()) + text.removeprefix(source.name)
+
+
 def read_documents(source: Source, *, shuffle: int | None = None) -> Iterator[str]:
     """Yield the documents of a source other than `self`, one by one, blank ones left out.
 

@@ -16,9 +16,11 @@ from transformers import DynamicCache, PretrainedConfig
 from .cskv_attention import attention_class
 from .cskv_cache import CSKVCache
 from .cskv_latents import Latents
+from .cskv_positions import RotaryHistory
 from .cskv_quantizer import Quantizer
 
-__all__ = ["CSKVCache", "CSKVForCausalLM", "Latents", "Quantizer"]
+# Every file of this model is imported here: transformers 4.57 takes along only those that it finds in this one.
+__all__ = ["CSKVCache", "CSKVForCausalLM", "Latents", "Quantizer", "RotaryHistory"]
 
 # transformers 5.24 renamed the argument
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"

@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-import tempfile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -104,7 +103,7 @@ def advise(spectra: Spectra, ratios: dict[str, float], run_path: Path) -> list[s
 def _measure(run: Run, base: BaseModel, progress: Progress) -> tuple[Spectra, int, int]:
     """The spectra by layer, and how many tokens of what width they come from."""
     spectra = {}
-    with tempfile.TemporaryDirectory(dir=run.path) as offload:
+    with run.offload() as offload:
         model = load_by_layer(base.folder, Path(offload), dtype=torch.float32, device="cpu")
         layers = compressible_layers(model.config)
         with progress.task("analyze", len(layers), "layers") as advance:

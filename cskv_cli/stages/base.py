@@ -9,7 +9,7 @@ from cskv_cli.checkpoint.weights import check_finite
 from cskv_cli.config import StageConfig
 from cskv_cli.errors import CskvError
 from cskv_cli.progress import Progress
-from cskv_cli.run import Manifest, Run
+from cskv_cli.run import STAGES, Manifest, Run
 
 
 class BaseConfig(StageConfig):
@@ -31,6 +31,8 @@ def open_base(run: Run, model: str | None, revision: str | None, progress: Progr
         hint = "begin with: cskv compress MODEL (a Hub id, a folder or a .gguf file)"
         raise CskvError(f"{run.path} remembers no model", hint)
     source = known.config["source"] if model is None else _absolute(model)
+    if known is not None and not any(run.manifest(stage) for stage in STAGES if stage != "base"):
+        known = None if model is not None else known  # nothing was made from it yet
     if known is not None and source != known.config["source"]:
         raise CskvError(
             f"{run.path} belongs to {known.config['source']}, not to {source}", "give each model its own --run DIR"

@@ -1,7 +1,6 @@
 """`cskv calibrate`: statistics of every compressible layer's attention input, one layer in memory at a time."""
 
 import hashlib
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from cskv_cli import statistics
 from cskv_cli.checkpoint.base import BaseModel
@@ -41,6 +41,7 @@ def windows_for(
     """
 
     def generate(count: int, seq_len: int, seed: int) -> torch.LongTensor:
+        disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(base.folder, dtype=_dtype(config, base))
         model = model.to(pick_device(config.device)).eval()
         with progress.task("write text with the model", count, "windows") as advance:
@@ -74,7 +75,7 @@ def calibrate(
     device, dtype = pick_device(config.device), _dtype(config, base)
     partial = run.partial("calibrate", _identity(config, inputs, windows, device, dtype))
     partial.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=run.path) as offload:
+    with run.offload() as offload:
         model = load_by_layer(base.folder, Path(offload), dtype=dtype, device=device)
         layers = compressible_layers(model.config)
         states = LayerByLayer(model, windows.ids, device)

@@ -1,7 +1,6 @@
 """`cskv export`: a standalone checkpoint that `transformers` loads."""
 
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -39,7 +38,7 @@ def export(
     partial = run.partial("export", {"config": config.model_dump(mode="json"), "inputs": inputs})
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with tempfile.TemporaryDirectory(dir=run.path) as offload:
+    with run.offload() as offload:
         write_checkpoint(partial, base, layout, folder, dtype, offload, progress)
     report = describe(base, layout, dtype, run.manifest("init").report["relative_error"])
     write_card(partial, base, layout, report)

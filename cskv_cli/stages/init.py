@@ -1,7 +1,6 @@
 """`cskv init`: factors of every key and value projection, and the layout of the cache they are for."""
 
 import math
-import tempfile
 from pathlib import Path
 
 import torch
@@ -39,7 +38,7 @@ def init(run: Run, base: BaseModel, config: InitConfig, inputs: dict[str, str], 
     """
     partial = run.partial("init", {"config": config.model_dump(mode="json"), "inputs": inputs})
     partial.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=run.path) as offload:
+    with run.offload() as offload:
         model = load_by_layer(base.folder, offload, dtype=torch.float32, device="cpu")
         layers = compressible_layers(model.config)
         heads = model.config.num_key_value_heads
@@ -62,7 +61,7 @@ def _layer(
     """Factorize one layer unless it is there; gives {"k": (squared error, squared norm), "v": ...}."""
     stats = statistics.load_layer(run.folder("calibrate"), index)
     gram = stats.gram.double()
-    done = factors.layer_path(partial, index).exists()
+    done = statistics.is_whole(factors.layer_path(partial, index))
     result, sizes = factors.load_layer(partial, index) if done else {}, {}
     with in_memory(attention):
         weights = {name: weight.double() for name, (weight, _) in kv_projections(attention).items()}

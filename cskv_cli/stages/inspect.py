@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cskv_cli.checkpoint.weights import read_headers
-from cskv_cli.layout import Layout
+from cskv_cli.layout import Layout, parse_layout
 from cskv_cli.memory import Shape, base_bytes, bytes_per_token, cache_bytes
 from cskv_cli.stages.export import base_shape
 
@@ -24,7 +24,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     bounds their cache) are not counted either.
     """
     config = json.loads((folder / "config.json").read_text())
-    layout = Layout(**config["cskv"])
+    layout = parse_layout(config["cskv"], folder / "config.json")
     headers = [header for tensors in read_headers(folder).values() for header in tensors.values()]
     weights = sum(header.end - header.start for header in headers)
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype"))

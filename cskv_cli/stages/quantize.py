@@ -1,7 +1,6 @@
 """`cskv quantize`: codes for the latents, in the basis and with the clipping that hurt attention least."""
 
 import math
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ def quantized_layout(layout: Layout, config: QuantizeConfig) -> Layout:
     if config.group > layout.window:
         raise CskvError(
             f"--group {config.group} is more than the window of {layout.window} tokens",
-            f"give --group {layout.window} or less, or run: cskv init --window {config.group}",
+            f"give --group {layout.window} or less, or --window {config.group} to compress or init",
         )
     every = {
         f"bits_{name}": tuple(
@@ -70,7 +69,7 @@ def quantize(
     partial.mkdir(parents=True, exist_ok=True)
     clips: dict[str, list[float | None]] = {name: [None] * len(layout.rank_k) for name in "kv"}
     rows = []
-    with tempfile.TemporaryDirectory(dir=run.path) as offload, torch.inference_mode():
+    with run.offload() as offload, torch.inference_mode():
         model = load_by_layer(base.folder, Path(offload), dtype=torch.float32, device="cpu")
         with progress.task("quantize", len(layout.layers), "layers") as advance:
             for i in layout.layers:

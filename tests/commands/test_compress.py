@@ -7,7 +7,9 @@ import shutil
 import pytest
 import torch
 from safetensors import safe_open
+from typer.testing import CliRunner
 
+from cskv_cli.app import app
 from tests.cli import CALIBRATION, compress, cskv
 from tests.families import base_model
 
@@ -67,7 +69,7 @@ def test_stages_one_by_one_give_the_same_bytes(tiny):
     cskv("calibrate", tiny / "base", "--run", run, "--data", tiny / "text.txt", *CALIBRATION)
     cskv("init", "--run", run, "--ratio-k", 0.5)
     cskv("quantize", "--run", run, "--bits", 4, "--group", 8)
-    cskv("export", "--run", run, "--factors", "quantize")
+    cskv("export", "--run", run)
     for stage in ("calibrate", "init", "quantize", "export"):
         assert digests(run / stage) == digests(tiny / "run" / stage) or stage == "calibrate"
     ours, theirs = digests(run / "calibrate"), digests(tiny / "run" / "calibrate")
@@ -144,6 +146,102 @@ def test_another_model_or_a_changed_one_is_refused(tiny):
     assert "belongs to" in other["error"]
     base_model("Llama", vocab_size=98).save_pretrained(tiny / "base")
     assert "has changed since" in compress(tiny, exit_code=1)["error"]
+
+
+def test_out_may_not_overlap_the_run_or_take_what_is_there(tiny):
+    run = tiny / "run"
+    for out in (run, run / "export", run / "x" / "y", tiny):
+        assert "within one another" in compress(tiny, "--out", out, exit_code=1)["error"]
+    assert "cannot make" in compress(tiny, "--out", tiny / "text.txt" / "x", exit_code=1)["error"]
+    assert not (run / "calibrate").exists()
+    (tiny / "empty").mkdir()
+    (tiny / "link").symlink_to(tiny / "empty")
+    report = compress(tiny, "--out", tiny / "link")
+    assert (tiny / "empty" / "config.json").exists() and report["checkpoint"] == str(tiny / "link")
+
+
+def test_quantizing_is_kept_until_told_otherwise_and_a_seed_does_not_begin_it(tiny):
+    group = "--window", 8, "--group", 8
+    assert compress(tiny, "--window", 8, "--seed", 1)["bits_k"] == [None] * 4
+    assert compress(tiny, *group, "--bits", 4)["bits_k"] == [4] * 4
+    assert cskv("compress", "--run", tiny / "run")["bits_k"] == [4] * 4
+    assert cskv("compress", "--run", tiny / "run", "--window", 8, "--sinks", 1)["bits_v"] == [4] * 4
+    assert cskv("compress", "--run", tiny / "run", "--bits", 16)["bits_k"] == [None] * 4
+    assert cskv("compress", "--run", tiny / "run")["bits_k"] == [None] * 4
+
+
+def test_stages_by_hand_after_compress_export_what_was_quantized_last(tiny):
+    compress(tiny, "--window", 8)
+    cskv("quantize", "--run", tiny / "run", "--bits", 3, "--group", 8)
+    assert cskv("export", "--run", tiny / "run")["bits_k"] == [3] * 4
+    assert cskv("export", "--run", tiny / "run", "--factors", "init")["bits_k"] == [None] * 4
+
+
+def test_settings_that_fall_back_are_said(tiny):
+    compress(tiny, "--ratio-k", 0.75, "--window", 8)
+    command = ["compress", "--run", str(tiny / "run"), "--sinks", "2", "--json"]
+    result = CliRunner().invoke(app, command)
+    assert "init: ratio_k is not given and now 0.5; it was 0.75" in result.stderr
+    assert "init: window is not given and now 32; it was 8" in result.stderr
+
+
+def test_the_export_dtype_is_remembered_and_planned(tiny):
+    first = compress(tiny, "--export-dtype", "bfloat16")
+    assert first["dtype"] == "bfloat16" and first["cache_bytes_per_token"]["base"] == 4 * 64 * 2
+    plan = cskv("compress", "--run", tiny / "run", "--dry-run")
+    assert plan["cache_bytes_per_token"] == first["cache_bytes_per_token"]
+    assert cskv("compress", "--run", tiny / "run") == first
+
+
+def test_a_damaged_stage_is_made_again_by_its_own_verb_with_its_settings(tiny):
+    compress(tiny)
+    before = digests(tiny / "run")
+    path = tiny / "run" / "calibrate" / "layer-001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    cskv("calibrate", "--run", tiny / "run")
+    assert digests(tiny / "run") == before
+
+
+def test_a_changed_chat_template_is_exported(tiny):
+    compress(tiny)
+    (tiny / "base" / "chat_template.jinja").write_text("{{ messages }}")
+    cskv("export", "--run", tiny / "run")
+    assert (tiny / "run" / "export" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_a_folder_of_text_is_watched_and_paths_hold_from_anywhere(tiny, monkeypatch):
+    (tiny / "texts").mkdir()
+    shutil.copyfile(tiny / "text.txt", tiny / "texts" / "a.txt")
+    monkeypatch.chdir(tiny)
+    data = "--data", "texts", *CALIBRATION
+    first = cskv("compress", tiny / "base", "--run", "run", *data)
+    monkeypatch.chdir(tiny.parent)
+    assert cskv("compress", "--run", tiny / "run")["relative_error"] == first["relative_error"]
+    (tiny / "texts" / "a.txt").write_text(" ".join(reversed((tiny / "text.txt").read_text().split())))
+    assert cskv("compress", "--run", tiny / "run")["relative_error"] != first["relative_error"]
+
+
+def test_a_run_that_made_nothing_yet_can_change_its_model(tiny):
+    shutil.copytree(tiny / "base", tiny / "other")
+    compress(tiny, "--dry-run")
+    assert cskv("compress", tiny / "other", "--run", tiny / "run", "--dry-run")["base_model"] == str(tiny / "other")
+
+
+def test_damaged_manifests_and_checkpoints_name_the_file(tiny):
+    compress(tiny)
+    (tiny / "run" / "init" / "manifest.json").write_text("")
+    states = {s["stage"]: s["state"] for s in cskv("status", "--run", tiny / "run")["stages"]}
+    assert states["init"].startswith("damaged") and states["calibrate"] == "ready"
+    shard = tiny / "run" / "export" / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:100])
+    for verb in ("eval", "inspect"):
+        assert shard.name in cskv(verb, tiny / "run" / "export", exit_code=1)["error"]
+    config = tiny / "run" / "export" / "config.json"
+    config.write_text(config.read_text().replace('"sinks"', '"sunk"'))
+    shutil.copyfile(tiny / "base" / "model.safetensors", shard)
+    assert "config.json" in cskv("inspect", tiny / "run" / "export", exit_code=1)["error"]
 
 
 def test_usage_errors_exit_with_2(tiny):
