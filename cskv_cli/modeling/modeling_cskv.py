@@ -39,6 +39,19 @@ class CSKVForCausalLM:
         self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
         self.model.register_forward_hook(_end, with_kwargs=True, always_call=True)
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """As the base class; transformers looks for the answer in the source file of a class, which is this one."""
+        return cls._base()._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls._base()._can_set_experts_implementation()
+
+    @classmethod
+    def _base(cls) -> type:
+        return cls.__mro__[cls.__mro__.index(CSKVForCausalLM) + 1]
+
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Give a forward that asks for a cache, and brings none, ours instead of the base model's."""
         wanted = kwargs.get("use_cache")

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import transformers
 
+from cskv_cli.modeling import modeling_cskv
 from tests.families import FAMILIES, base_model, compressed
 
 IDS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(12))
@@ -29,3 +31,12 @@ def test_full_rank_equals_base(family):
             torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=2e-4, rtol=2e-4)
             assert got.logits[0].isfinite().all()
             assert type(got.get("cache", got.get("past_key_values"))).__name__ == "CSKVCache"
+
+
+@pytest.mark.parametrize("family", [name for name in ("Llama", "Mixtral", "GptOss") if name in FAMILIES])
+@pytest.mark.parametrize("what", ["_can_set_attn_implementation", "_can_set_experts_implementation"])
+def test_implementations_can_be_set_as_in_the_base(family, what):
+    base = getattr(transformers, f"{family}ForCausalLM")
+    ours = type(f"CSKV{family}", (modeling_cskv.CSKVForCausalLM, base), {"__module__": modeling_cskv.__name__})
+    if hasattr(base, what):  # not all in every version
+        assert getattr(ours, what)() == getattr(base, what)()
