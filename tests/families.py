@@ -166,3 +166,26 @@ def truncated(rank: int):
         return u[:, :rank] * s[:rank], v[:rank]
 
     return factors
+
+
+def models_page() -> str:
+    """docs/models.md."""
+    names = "\n".join(f"- {name}" for name in sorted(FAMILIES))
+    return f"""# Models
+
+Any causal language model of transformers is taken whose attention layers pass the probe (`checkpoint/probe.py`): what
+`rebuild_keys` and `rebuild_values` make of a projection's output must be what the layer gives to its cache. It is asked
+before any work, and a model that fails it is refused by name with the reason: latent attention (MLA), a norm after
+RoPE, layers that are not `model.layers[i].self_attn`, or sliding windows in every layer.
+
+These variants are tested: at full rank, tokens and logits equal the base's, padded and not, eager and sdpa. Where a
+model has layers with a sliding window, those are left alone.
+
+{names}
+
+This page is written by `python -m tests.families > docs/models.md`.
+"""
+
+
+if __name__ == "__main__":
+    print(models_page(), end="")

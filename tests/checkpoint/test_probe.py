@@ -1,11 +1,13 @@
 """Which models can be compressed, told before any work."""
 
+from pathlib import Path
+
 import pytest
 import transformers
 
 from cskv_cli.checkpoint.probe import check_supported
 from cskv_cli.errors import CskvError
-from tests.families import FAMILIES, SMALL
+from tests.families import FAMILIES, SMALL, models_page
 
 
 def save_config(folder, family, **settings):
@@ -37,3 +39,7 @@ def test_what_cannot_be_rebuilt_is_refused_by_name(family, tmp_path):
     settings, reason = REFUSED[family]
     with pytest.raises(CskvError, match=reason):
         check_supported(save_config(tmp_path, family, **settings))
+
+
+def test_the_page_of_models_is_current():
+    assert Path("docs/models.md").read_text() == models_page()
