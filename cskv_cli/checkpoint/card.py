@@ -15,7 +15,7 @@ _CARD = """---
 
 # {title}
 
-[{base}]{link} with a smaller KV cache: the keys and values of old tokens are kept as low-rank latents
+{base} with a smaller KV cache: the keys and values of old tokens are kept as low-rank latents
 ([CSKV](https://arxiv.org/abs/2409.10593)), those of the last {window} and the first {sinks} tokens exactly.
 The weights are the base model's own; {kept} of its cache are left per token.
 
@@ -64,8 +64,7 @@ def write_card(folder: Path, base: BaseModel, layout: Layout, report: dict[str, 
     text = _CARD.format(
         front=data.to_yaml().strip(),
         title=f"{Path(name).stem if base.kind == 'gguf' else name.rsplit('/', 1)[-1]}-cskv",
-        base=name,
-        link=f"(https://huggingface.co/{name})" if on_hub else "",
+        base=f"[{name}](https://huggingface.co/{name})" if on_hub else name,
         window=layout.window,
         sinks=layout.sinks,
         kept=f"{per_token['cskv'] / per_token['base']:.1%}",

@@ -125,6 +125,8 @@ def _write_shards(
             advance(1)
         save_file(tensors, folder / names[-1], metadata={"format": "pt"})
         advance(1)
+    for name in names:  # the writer of safetensors leaves them readable by their owner alone
+        shutil.copymode(folder / "config.json", folder / name)
     weight_map = {name: renamed[shard] for name, shard in base.weight_map.items()} | dict.fromkeys(tensors, names[-1])
     size = sum(_data_bytes(folder / name) for name in names)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}

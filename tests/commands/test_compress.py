@@ -29,6 +29,7 @@ def test_report_and_files(tiny):
     export = tiny / "run" / "export"
     assert report["checkpoint"] == str(export)
     assert not (export / "model.safetensors").exists()
+    assert len({path.stat().st_mode for path in export.iterdir() if path.name != "manifest.json"}) == 1
     index = json.loads((export / "model.safetensors.index.json").read_text())
     with safe_open(tiny / "base" / "model.safetensors", "pt") as base:
         for name in base.keys():  # noqa: SIM118
