@@ -192,8 +192,11 @@ def test_killed_and_resumed_is_uninterrupted(save_every, damage, expected, base,
 def test_other_windows_do_not_resume(base, tmp_path, monkeypatch):
     model = base(base_model("Llama"))
     killed(monkeypatch, tmp_path / "run", model, layer=2)
-    calibrate(tmp_path / "run", model, windows=Windows(IDS.flip(0), {"a.txt": 5}, ()))
-    assert len(list((tmp_path / "run").glob(".calibrate-*"))) == 1
+    other = Windows(IDS.flip(0), {"a.txt": 5}, ())
+    _, manifest = calibrate(tmp_path / "run", model, windows=other)
+    _, undisturbed = calibrate(tmp_path / "fresh", model, windows=other)
+    assert manifest.files == undisturbed.files
+    assert not list((tmp_path / "run").glob(".calibrate-*"))  # what was begun with other windows is gone
 
 
 def test_full_disk_for_hidden_states_is_survived(base, tmp_path, monkeypatch):
