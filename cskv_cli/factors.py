@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from cskv_cli.statistics import save_atomically
+from cskv_cli.statistics import layer_file, save_atomically
 
 
 def save_layer(folder: Path, index: int, factors: dict[str, torch.Tensor]) -> None:
@@ -15,14 +15,9 @@ def save_layer(folder: Path, index: int, factors: dict[str, torch.Tensor]) -> No
         CskvError: they cannot be written.
     """
     tensors = {name: tensor.float().contiguous() for name, tensor in factors.items()}
-    save_atomically(layer_path(folder, index), tensors, {})
+    save_atomically(layer_file(folder, index), tensors, {})
 
 
 def load_layer(folder: Path, index: int) -> dict[str, torch.Tensor]:
     """The factors of a layer, as `save_layer` was given them."""
-    return load_file(layer_path(folder, index))
-
-
-def layer_path(folder: Path, index: int) -> Path:
-    """The file that holds the factors of a layer."""
-    return folder / f"layer-{index:03d}.safetensors"
+    return load_file(layer_file(folder, index))

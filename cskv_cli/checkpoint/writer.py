@@ -1,6 +1,5 @@
 """Writing an exported checkpoint: the base's own files, one more shard with the factors, and the modeling files."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -145,8 +144,3 @@ def _data_bytes(path: Path) -> int:
     """Bytes of a shard's tensors, without its header."""
     with path.open("rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
-
-
-def checkpoint_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint."""
-    return json.loads((folder / "config.json").read_text())

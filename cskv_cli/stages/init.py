@@ -15,6 +15,7 @@ from cskv_cli.factorize import METHODS, Context, squared_error
 from cskv_cli.layout import save_layout, unquantized
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
+from cskv_cli.spectrum import rank_at
 
 
 def rank_of(config: InitConfig, name: str, channels: int) -> int:
@@ -23,7 +24,7 @@ def rank_of(config: InitConfig, name: str, channels: int) -> int:
     Raises:
         CskvError: a rank larger than the projection has channels.
     """
-    rank = getattr(config, f"rank_{name}") or max(1, round((1 - getattr(config, f"ratio_{name}")) * channels))
+    rank = getattr(config, f"rank_{name}") or rank_at(getattr(config, f"ratio_{name}"), channels)
     if rank > channels:
         raise CskvError(
             f"--rank-{name} {rank} is more than the {channels} channels the cache has", "give a smaller one"
@@ -61,7 +62,7 @@ def _layer(
     """Factorize one layer unless it is there; gives {"k": (squared error, squared norm), "v": ...}."""
     stats = statistics.load_layer(run.folder("calibrate"), index)
     gram = stats.gram.double()
-    done = statistics.is_whole(factors.layer_path(partial, index))
+    done = statistics.is_whole(statistics.layer_file(partial, index))
     result, sizes = factors.load_layer(partial, index) if done else {}, {}
     with in_memory(attention):
         weights = {name: weight.double() for name, (weight, _) in kv_projections(attention).items()}
