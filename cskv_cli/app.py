@@ -5,7 +5,19 @@ from typing import Annotated
 import typer
 
 from cskv_cli import __version__
-from cskv_cli.commands import analyze, calibrate, compress, eval, export, init, inspect, quantize, recipes, status  # noqa: A004
+from cskv_cli.commands import (
+    analyze,
+    calibrate,
+    compress,
+    eval,  # noqa: A004
+    export,
+    finetune,
+    init,
+    inspect,
+    quantize,
+    recipes,
+    status,
+)
 
 app = typer.Typer(
     name="cskv",
@@ -19,6 +31,7 @@ app.command("compress")(compress.compress)
 app.command("eval")(eval.evaluate)
 app.command("calibrate")(calibrate.calibrate)
 app.command("init")(init.init)
+app.command("finetune")(finetune.finetune)
 app.command("quantize")(quantize.quantize)
 app.command("export")(export.export)
 app.command("inspect")(inspect.inspect)

@@ -1,5 +1,6 @@
 """One frozen config per stage: the source of its flags, its recipe keys and its manifest."""
 
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -13,6 +14,10 @@ class StageConfig(BaseModel):
     """Settings of one stage. Unknown keys are refused, so that a misspelt recipe key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _one_or_several(data: Any) -> Any:
+    return (data,) if isinstance(data, str) else data
 
 
 class DataConfig(StageConfig):
@@ -30,10 +35,7 @@ class DataConfig(StageConfig):
     device: Device = Field("auto", description="Where to compute.")
     dtype: Dtype = Field("auto", description="Precision to compute in; auto is the base model's.")
 
-    @field_validator("data", mode="before")
-    @classmethod
-    def _one_or_several(cls, data: Any) -> Any:
-        return (data,) if isinstance(data, str) else data
+    _one_or_several = field_validator("data", mode="before")(_one_or_several)
 
 
 class CalibrateConfig(DataConfig):
@@ -62,9 +64,53 @@ class InitConfig(StageConfig):
         return self
 
 
+class FinetuneConfig(StageConfig):
+    """`cskv finetune`, and the training of `cskv quantize --qat`."""
+
+    objective: Literal["distill", "reconstruction"] = Field(
+        "distill",
+        description="What to bring down: distill is KL(full cache || compressed cache) of the predictions; "
+        "reconstruction is the paper's, the error of each layer's keys and values.",
+    )
+    steps: int = Field(200, ge=1, description="Steps of the optimizer.")
+    lr: float | None = Field(
+        None,
+        gt=0,
+        description="Learning rate. distill: as a share of each factor's mean magnitude, by default 0.02; "
+        "reconstruction: by default 5e-5.",
+    )
+    accumulate: int = Field(1, ge=1, description="Windows in a step, of each process.")
+    mix: str = Field("retrieval=0.2", description="Share of windows that are lists to look up or passages to quote.")
+    data: tuple[str, ...] = Field((), description="Text to train on, as for calibrate; by default the same.")
+    seq_len: int = Field(512, ge=64, description="Tokens in a window.")
+    patience: int = Field(3, ge=1, description="Scorings of the held-out part without a new best before it stops.")
+    checkpointing: bool = Field(False, description="Compute activations anew in the backward pass, to save memory.")
+    seed: int = Field(0, description="Seed of everything random.")
+    device: Device = Field("auto", description="Where to compute.")
+    dtype: Dtype = Field(
+        "auto", description="Precision to compute in; auto is bfloat16 where that is fast, else float32."
+    )
+
+    _one_or_several = field_validator("data", mode="before")(_one_or_several)
+
+    @field_validator("mix")
+    @classmethod
+    def _share(cls, mix: str) -> str:
+        match = re.fullmatch(r"retrieval=(0|0?\.\d+)", mix)
+        if match is None:
+            raise ValueError("give retrieval=SHARE with a share from 0 to below 1, such as retrieval=0.2")
+        return mix
+
+    @property
+    def recall_share(self) -> float:
+        """Share of windows that are not plain text."""
+        return float(self.mix.removeprefix("retrieval="))
+
+
 class QuantizeConfig(StageConfig):
     """`cskv quantize`."""
 
+    qat: FinetuneConfig | None = Field(None, description="Train the factors with the codes in the loop.")
     bits_k: Bits = Field(4, description="Bits of a key latent.")
     bits_v: Bits = Field(4, description="Bits of a value latent.")
     group: int = Field(32, ge=1, description="Tokens that share a minimum and a step; at most the window.")
@@ -74,8 +120,8 @@ class QuantizeConfig(StageConfig):
 class ExportConfig(StageConfig):
     """`cskv export`."""
 
-    factors: Literal["auto", "init", "quantize"] = Field(
-        "auto", description="Stage whose factors to export; auto is quantize where it was run, else init."
+    factors: Literal["auto", "init", "finetune", "quantize"] = Field(
+        "auto", description="Stage whose factors to export; auto is the last of them that was run."
     )
     dtype: Dtype = Field("auto", description="Precision of the exported weights; auto keeps the base model's.")
 

@@ -21,9 +21,10 @@ class TerminalProgress(Progress):
     def task(self, description: str, total: int, unit: str = "") -> Iterator[Advance]:
         """See `Progress.task`."""
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit)
-        with Bars(*columns, TimeRemainingColumn(), console=RichConsole(stderr=True), transient=True) as bars:
-            task = bars.add_task(description, total=total)
-            yield lambda steps: bars.advance(task, steps)
+        columns += TimeRemainingColumn(), TextColumn("{task.fields[note]}")
+        with Bars(*columns, console=RichConsole(stderr=True), transient=True) as bars:
+            task = bars.add_task(description, total=total, note="")
+            yield lambda steps, note="": bars.update(task, advance=steps, note=note)
 
 
 class Console:

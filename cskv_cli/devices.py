@@ -17,3 +17,13 @@ def pick_device(name: str) -> str:
     if not available[name]:
         raise CskvError(f"there is no {name} device here", "use --device auto")
     return name
+
+
+def fast_dtype(device: str) -> torch.dtype:
+    """bfloat16 where the device computes in it faster than in float32, else float32."""
+    if device == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        about = torch.cpu.get_capabilities() if device == "cpu" and hasattr(torch.cpu, "get_capabilities") else {}
+        fast = about.get("avx512_bf16") or about.get("amx_bf16")
+    return torch.bfloat16 if fast else torch.float32

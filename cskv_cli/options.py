@@ -9,7 +9,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,13 +33,17 @@ DEFAULT_RUN = Path("cskv-run")
 Settings = dict[str, dict[str, Any]]  # stage -> the settings given for it; those not given are absent
 
 
-def verb(**configs: type[StageConfig]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(
+    *, without: Collection[str] = (), **configs: type[StageConfig]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a Typer command of `fn(..., settings, console)`, with `--json`, `--debug` and a flag per config field.
 
     Args:
+        without: fields that get no flag.
         configs: by stage; a field that several stages have is one flag and sets all of them.
     """
     fields = {name: field for config in configs.values() for name, field in config.model_fields.items()}
+    fields = {name: field for name, field in fields.items() if name not in without}
 
     def wrap(fn: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(fn).parameters.values() if p.name not in ("settings", "console")]

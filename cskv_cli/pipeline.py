@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cskv_cli.checkpoint.base import BaseModel
-from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig, QuantizeConfig, StageConfig
+from cskv_cli.config import CalibrateConfig, ExportConfig, FinetuneConfig, InitConfig, QuantizeConfig, StageConfig
 from cskv_cli.console import Console
 from cskv_cli.errors import CskvError
 from cskv_cli.options import Settings, validation_message
@@ -28,8 +28,9 @@ class Pipeline:
 
         self.run, self.settings, self.console = run, settings, console
         self._said: set[str] = set()
-        if data := settings.get("calibrate", {}).get("data"):
-            settings["calibrate"]["data"] = tuple(map(with_absolute_path, data))
+        for given in (settings.get("calibrate"), settings.get("finetune"), settings.get("quantize", {}).get("qat")):
+            if given and (data := given.get("data")):
+                given["data"] = tuple(map(with_absolute_path, [data] if isinstance(data, str) else data))
         self.base: BaseModel
         self.base, self._base_manifest = open_base(run, model, revision, console.progress)
         for note in self.base.notes:
@@ -62,15 +63,16 @@ class Pipeline:
                 self.console.warn(note)
             return calibrate.calibrate(self.run, self.base, config, inputs, windows, self.console.progress)
 
-        return self._stage("calibrate", config, {"base": self._base_manifest.digest} | self._texts(config), make)
+        inputs = {"base": self._base_manifest.digest} | self._texts("calibrate", config.data)
+        return self._stage("calibrate", config, inputs, make)
 
-    def _texts(self, config: CalibrateConfig) -> dict[str, str]:
-        """Digests of the text files; a file that is gone counts as it was when it was last read."""
+    def _texts(self, stage: str, data: tuple[str, ...]) -> dict[str, str]:
+        """Digests of the text files; a file that is gone counts as it was when the stage last read it."""
         from cskv_cli.data.sources import parse_source
 
-        known = self.run.manifest("calibrate")
+        known = self.run.manifest(stage)
         digests = {}
-        for text in config.data:
+        for text in data:
             try:
                 source = parse_source(text)
             except CskvError:
@@ -113,18 +115,42 @@ class Pipeline:
             "init", config, inputs, lambda inputs: init(self.run, self.base, config, inputs, self.console.progress)
         )
 
+    def finetune(self, factors: Manifest) -> Manifest:
+        """Trained factors."""
+        from cskv_cli.stages.finetune import finetune
+
+        config = self.config("finetune", FinetuneConfig)
+        return self._stage(
+            "finetune",
+            config,
+            self._training_inputs("finetune", factors, config),
+            lambda inputs: finetune(self.run, self.base, factors.stage, config, inputs, self.console.progress),
+        )
+
+    def _training_inputs(self, stage: str, factors: Manifest, config: FinetuneConfig | None) -> dict[str, str]:
+        """Digests of the factors, the statistics, and the text where it is not what was calibrated on."""
+        inputs = {factors.stage: factors.digest, "calibrate": self.run.manifest("calibrate").digest}
+        return inputs | (self._texts(stage, config.data) if config else {})
+
     def quantize(self, factors: Manifest) -> Manifest:
-        """The same factors in bases that quantize well, and how to."""
+        """Factors in bases that quantize well, trained with the codes in the loop if asked for, and how to quantize."""
         from cskv_cli.stages.quantize import quantize
 
         config = self.config("quantize", QuantizeConfig)
-        inputs = {factors.stage: factors.digest, "calibrate": self.run.manifest("calibrate").digest}
         return self._stage(
             "quantize",
             config,
-            inputs,
+            self._training_inputs("quantize", factors, config.qat),
             lambda inputs: quantize(self.run, self.base, factors.stage, config, inputs, self.console.progress),
         )
+
+    def factors(self) -> Manifest:
+        """The factors not yet quantized: trained ones where there are any.
+
+        Raises:
+            CskvError: there are none, or they no longer hold.
+        """
+        return self.run.require("init" if self.run.manifest("finetune") is None else "finetune")
 
     def export(self, source: str | None = None) -> Manifest:
         """The checkpoint, from the factors of stage `source`, or else of the one that the settings name."""
@@ -134,7 +160,8 @@ class Pipeline:
         config = self.config("export", ExportConfig)
         source = source or config.factors
         if source == "auto":
-            source = "init" if self.run.manifest("quantize") is None else "quantize"
+            made = (stage for stage in ("quantize", "finetune") if self.run.manifest(stage) is not None)
+            source = next(made, "init")
         extras = self._digest(self.base.folder, extra_files(self.base.folder))
         inputs = {source: self.run.require(source).digest, "other files of the base": extras}
         return self._stage(

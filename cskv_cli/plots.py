@@ -46,7 +46,7 @@ _MOST_NUMBERED_LAYERS = 40
 
 def plot_spectrum(path: Path, layer: int, pair: Mapping[str, Spectrum]) -> None:
     """The singular values of one layer's K and V caches, relative to the largest (Figure 3 of arXiv 2409.10593)."""
-    with _page(path, height=2.5) as figure:
+    with page(path, height=2.5) as figure:
         axes = dict(zip(_NAMES, figure.subplots(1, 2, sharey=True), strict=True))
         for name, ax in axes.items():
             _draw_spectrum(ax, pair[name], _COLORS[name])
@@ -60,7 +60,7 @@ def plot_energy(path: Path, spectra: Spectra) -> None:
     """The share of the energy that each rank keeps, a curve per layer, on a scale that spreads what is near 100 %."""
     from matplotlib.ticker import MaxNLocator
 
-    with _page(path, height=2.7) as figure:
+    with page(path, height=2.7) as figure:
         axes = figure.subplots(1, 2, sharey=True)
         colors = _depth_colors(list(spectra))
         for (name, title), ax in zip(_NAMES.items(), axes, strict=True):
@@ -77,7 +77,7 @@ def plot_energy(path: Path, spectra: Spectra) -> None:
 
 def plot_ranks(path: Path, spectra: Spectra) -> None:
     """A map of the rank that keeps 90, 95 and 99 % of the energy in each layer, as a share of the channels."""
-    with _page(path, height=2.5) as figure:
+    with page(path, height=2.5) as figure:
         axes = figure.subplots(2, 1, sharex=True)
         for (name, title), ax in zip(_NAMES.items(), axes, strict=True):
             shares = [[pair[name].rank_for(e) / pair[name].channels for pair in spectra.values()] for e in ENERGIES]
@@ -93,7 +93,7 @@ def plot_ranks(path: Path, spectra: Spectra) -> None:
 
 
 @contextmanager
-def _page(path: Path, height: float) -> Iterator["Figure"]:
+def page(path: Path, height: float) -> Iterator["Figure"]:
     """An empty figure that is written to `path` once it is drawn; no matplotlib state outlives it."""
     from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg

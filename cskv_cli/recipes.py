@@ -5,10 +5,16 @@ from typing import Any
 
 import yaml
 
-from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig, QuantizeConfig
+from cskv_cli.config import CalibrateConfig, ExportConfig, FinetuneConfig, InitConfig, QuantizeConfig
 from cskv_cli.errors import CskvError
 
-STAGE_CONFIGS = {"calibrate": CalibrateConfig, "init": InitConfig, "quantize": QuantizeConfig, "export": ExportConfig}
+STAGE_CONFIGS = {
+    "calibrate": CalibrateConfig,
+    "init": InitConfig,
+    "finetune": FinetuneConfig,
+    "quantize": QuantizeConfig,
+    "export": ExportConfig,
+}
 _HERE = Path(__file__).parent
 
 

@@ -20,7 +20,7 @@ from cskv_cli.errors import CskvError
 
 MANIFEST = "manifest.json"
 _OFFLOAD = ".offload-"
-STAGES = ("base", "calibrate", "analyze", "init", "quantize", "export")
+STAGES = ("base", "calibrate", "analyze", "init", "finetune", "quantize", "export")
 Config = TypeVar("Config", bound=StageConfig)
 
 

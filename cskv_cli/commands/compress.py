@@ -1,15 +1,15 @@
 """`cskv compress`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from cskv_cli import recipes
 from cskv_cli.commands.out import Out
-from cskv_cli.commands.quantize import UNQUANTIZED, BitsOption, bits_settings
+from cskv_cli.commands.quantize import UNQUANTIZED, BitsOption, QatOption, bits_settings
 from cskv_cli.commands.report import show_checkpoint
-from cskv_cli.config import CalibrateConfig, Dtype, InitConfig, QuantizeConfig
+from cskv_cli.config import CalibrateConfig, Dtype, FinetuneConfig, InitConfig, QuantizeConfig
 from cskv_cli.console import Console
 from cskv_cli.layout import span
 from cskv_cli.options import DEFAULT_RUN, ModelArgument, RevisionOption, RunOption, Settings, verb
@@ -28,7 +28,19 @@ ExportDtypeOption = Annotated[
 DryOption = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
 
 
-@verb(calibrate=CalibrateConfig, init=InitConfig, quantize=QuantizeConfig)
+FinetuneOption = Annotated[
+    Literal["distill", "reconstruction", "none"] | None,
+    typer.Option("--finetune", help="Train the factors, with this objective; none is not to."),
+]
+
+
+@verb(
+    without=("qat", "objective"),
+    calibrate=CalibrateConfig,
+    init=InitConfig,
+    finetune=FinetuneConfig,
+    quantize=QuantizeConfig,
+)
 def compress(
     settings: Settings,
     console: Console,
@@ -36,12 +48,14 @@ def compress(
     revision: RevisionOption = None,
     recipe: RecipeOption = None,
     out: OutOption = None,
+    finetune: FinetuneOption = None,
     bits: BitsOption = None,
+    qat: QatOption = False,
     export_dtype: ExportDtypeOption = None,
     dry_run: DryOption = False,
     run: RunOption = DEFAULT_RUN,
 ) -> None:
-    """Calibrate, factorize, quantize if bits are given, and export; what the run directory holds is reused.
+    """Calibrate, factorize, train and quantize if asked to, and export; what the run directory holds is reused.
 
     A stage none of whose flags are given keeps the settings it was last made with.
     """
@@ -50,22 +64,27 @@ def compress(
 
     settings["export"] = {} if export_dtype is None else {"dtype": export_dtype}
     settings["quantize"] = bits_settings(bits, settings["quantize"])
+    _training_settings(finetune, qat, settings)
     if recipe is not None:
         model, revision, settings = _merge(recipe, model, revision, settings)
     here = Run(run)
     target = None if out is None else Out(out, here)
     with here.lock():
         pipeline = Pipeline(here, model, revision, settings, console)
-        quantizes = _quantizes(bits, settings["quantize"], here)
-        plan = _plan(pipeline, quantizes)
+        wants = {
+            "finetune": finetune != "none" and _wanted("finetune", settings["finetune"], here),
+            "quantize": bits != UNQUANTIZED and _wanted("quantize", settings["quantize"], here),
+        }
+        plan = _plan(pipeline, wants)
         if dry_run:
             return _show_plan(plan, console)
         require_disk(run, plan["disk_bytes"], "the run")
         factors = pipeline.init(pipeline.calibrate())
-        if quantizes:
-            factors = pipeline.quantize(factors)
-        else:
-            here.discard("quantize")
+        for stage, wanted in wants.items():
+            if wanted:
+                factors = getattr(pipeline, stage)(factors)
+            else:
+                here.discard(stage)
         manifest = pipeline.export(factors.stage)
         if target is not None:
             target.deliver()
@@ -85,20 +104,34 @@ def _merge(recipe: str, model: str | None, revision: str | None, flags: Settings
     return model, revision, settings
 
 
-def _quantizes(bits: int | None, given: dict[str, Any], run: Run) -> bool:
-    """Whether to quantize: if bits are given, or else if the run did so before; a seed alone says nothing."""
-    if bits == UNQUANTIZED:
-        return False
-    return bool(given.keys() - {"seed"}) or run.manifest("quantize") is not None
+def _training_settings(finetune: str | None, qat: bool, settings: Settings) -> None:
+    """Give the training flags to the stages that are told to train; data and lengths are calibration's.
+
+    Raises:
+        typer.BadParameter: none is.
+    """
+    given = settings.pop("finetune")
+    only = sorted(given.keys() - CalibrateConfig.model_fields.keys())
+    if only and not qat and finetune in (None, "none"):
+        raise typer.BadParameter(f"--{only[0]} is a setting of training: give --finetune or --qat too")
+    training = {name: value for name, value in given.items() if name not in ("data", "samples", "seq_len")}
+    trains = finetune not in (None, "none")
+    settings["finetune"] = {"objective": finetune} | training if trains else {}
+    if qat:
+        settings["quantize"]["qat"] = ({"objective": finetune} if trains else {}) | training
 
 
-def _plan(pipeline: "Pipeline", quantizes: bool) -> dict[str, Any]:
+def _wanted(stage: str, given: dict[str, Any], run: Run) -> bool:
+    """Whether an optional stage is to be made: if it is asked for, or else if the run did so before."""
+    return bool(given.keys() - {"seed"}) or run.manifest(stage) is not None
+
+
+def _plan(pipeline: "Pipeline", wants: dict[str, bool]) -> dict[str, Any]:
     """What is about to be done; bad settings are refused here, before the long work."""
     from cskv_cli.stages.plan import make_plan
 
     configs = {stage: pipeline.config(stage, kind) for stage, kind in recipes.STAGE_CONFIGS.items()}
-    if not quantizes:
-        configs["quantize"] = None
+    configs |= {stage: None for stage, wanted in wants.items() if not wanted}
     return make_plan(pipeline.run, pipeline.base, **configs)
 
 
@@ -114,6 +147,7 @@ def _show_plan(plan: dict[str, Any], console: Console) -> None:
                 "bits",
                 f"keys {span(plan['bits_k'])}, values {span(plan['bits_v'])}" if plan["group"] else "as the model",
             ),
+            ("training", ", ".join(f"{t['objective']}, {t['steps']} steps" for t in plan["training"]) or "none"),
             ("cache bytes per token", f"{size['base']:,} -> {size['cskv']:,.0f}"),
             ("factor parameters", f"{plan['factor_parameters']:,}"),
             ("disk", f"{plan['disk_bytes'] / 1e9:.2f} GB, {plan['free_bytes'] / 1e9:.1f} GB free"),

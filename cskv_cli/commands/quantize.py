@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cskv_cli.config import QuantizeConfig
+from cskv_cli.commands.finetune import show_training
+from cskv_cli.config import FinetuneConfig, QuantizeConfig
 from cskv_cli.console import Console
 from cskv_cli.options import DEFAULT_RUN, RunOption, Settings, verb
 from cskv_cli.run import Run
@@ -14,12 +15,28 @@ BITS_HELP = "Bits of key and of value latents: 2, 3, 4 or 8; 16 is not to quanti
 BitsOption = Annotated[int | None, typer.Option("--bits", help=BITS_HELP)]
 
 
-@verb(quantize=QuantizeConfig)
-def quantize(settings: Settings, console: Console, bits: BitsOption = None, run: RunOption = DEFAULT_RUN) -> None:
+QatOption = Annotated[
+    bool, typer.Option("--qat", help="Train the factors with the codes in the loop (the settings of finetune).")
+]
+
+
+@verb(without=("qat",), quantize=QuantizeConfig, training=FinetuneConfig)
+def quantize(
+    settings: Settings,
+    console: Console,
+    bits: BitsOption = None,
+    qat: QatOption = False,
+    run: RunOption = DEFAULT_RUN,
+) -> None:
     """Choose how the latents become packed codes of a few bits."""
     if bits == UNQUANTIZED:
         raise typer.BadParameter("16 bits are not to quantize: cskv compress --bits 16 leaves this stage out")
     settings["quantize"] = bits_settings(bits, settings["quantize"])
+    training = settings.pop("training")
+    if qat:
+        settings["quantize"]["qat"] = training
+    elif set(training) - {"seed"}:
+        raise typer.BadParameter(f"--{min(training).replace('_', '-')} is a setting of training: give --qat too")
     from cskv_cli.layout import load_layout
     from cskv_cli.pipeline import Pipeline
 
@@ -27,7 +44,7 @@ def quantize(settings: Settings, console: Console, bits: BitsOption = None, run:
     with here.lock():
         pipeline = Pipeline(here, None, None, settings, console)
         here.require("calibrate")
-        manifest = pipeline.quantize(here.require("init"))
+        manifest = pipeline.quantize(pipeline.factors())
     layout, report = load_layout(run / "quantize"), manifest.report
     rows = [(f"layer {e['index']}", *[cell for name in "kv" for cell in _cells(e[name])]) for e in report["layers"]]
     total = report["added_error"]
@@ -36,6 +53,8 @@ def quantize(settings: Settings, console: Console, bits: BitsOption = None, run:
         ("", "keys", "clip", "rotated", "values", "clip", "rotated"),
         [*rows, ("all", f"{total['k']:.2%}", "", "", f"{total['v']:.2%}", "", "")],
     )
+    if "qat" in report:
+        show_training(console, report["qat"])
     content = {"folder": str(run / "quantize"), "bits_k": layout.bits_k, "bits_v": layout.bits_v}
     console.result(content | {"group": layout.group} | report)
 

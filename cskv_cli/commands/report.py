@@ -24,6 +24,7 @@ def show_checkpoint(console: Console, folder: Path, report: dict[str, Any]) -> N
             ],
         ],
     )
-    console.line(f"Relative error on the calibration tokens: keys {error['k']:.2%}, values {error['v']:.2%}")
+    when = " before training" if report["trained"] else ""
+    console.line(f"Relative error on the calibration tokens{when}: keys {error['k']:.2%}, values {error['v']:.2%}")
     console.line(f"Checkpoint: {folder}   (next: cskv eval {folder})")
     console.result({"checkpoint": str(folder), **report})

@@ -27,17 +27,19 @@ class _Doubled:
 
 
 @contextmanager
-def decode_simulation(model: PreTrainedModel) -> Iterator[None]:
+def decode_simulation(model: PreTrainedModel, prefill: int = 0) -> Iterator[None]:
     """Inside, a forward of `model` (a CSKV model) with `use_cache=False` on whole, unpadded windows [batch, tokens]
-    gives the logits that feeding the tokens one by one through a `CSKVCache` would give.
+    gives the logits that feeding the tokens through a `CSKVCache` would give: the first `prefill` at once, then one by
+    one.
 
     Query i sees exact keys and values of the tokens j > i - window and j < sinks, and of the others those rebuilt from
-    their (dequantized) latents. Differentiable with respect to the factors.
+    their (dequantized) latents; a query of the prefill sees all of them exactly. Differentiable with respect to the
+    factors.
     """
     layers = CSKVCache(model.config).layers
     masks: dict[Any, torch.Tensor] = {}
     hooks = [
-        model.model.layers[i].self_attn.register_forward_pre_hook(_hook(layer, masks), with_kwargs=True)
+        model.model.layers[i].self_attn.register_forward_pre_hook(_hook(layer, prefill, masks), with_kwargs=True)
         for i, layer in enumerate(layers)
         if isinstance(layer, CSKVLayer)
     ]
@@ -48,11 +50,13 @@ def decode_simulation(model: PreTrainedModel) -> Iterator[None]:
             hook.remove()
 
 
-def _hook(layer: CSKVLayer, masks: dict[Any, torch.Tensor]) -> Any:
+def _hook(layer: CSKVLayer, prefill: int, masks: dict[Any, torch.Tensor]) -> Any:
     def before(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        kwargs[CACHE] = _Doubled(_rebuild(attention, layer, hidden, kwargs.get("position_embeddings")))
-        key = hidden.shape[1], layer.window, layer.sinks, hidden.device, hidden.dtype
+        keys, values = latents_of(attention, layer, hidden)
+        rotation = kwargs.get("position_embeddings")
+        kwargs[CACHE] = _Doubled((attention.rebuild_keys(keys, rotation), attention.rebuild_values(values)))
+        key = hidden.shape[1], layer.window, layer.sinks, prefill, hidden.device, hidden.dtype
         if key not in masks:
             masks[key] = simulation_mask(*key)
         kwargs["attention_mask"] = masks[key]
@@ -61,9 +65,8 @@ def _hook(layer: CSKVLayer, masks: dict[Any, torch.Tensor]) -> Any:
     return before
 
 
-def _rebuild(
-    attention: nn.Module, layer: CSKVLayer, hidden: torch.Tensor, rotation: tuple | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def latents_of(attention: nn.Module, layer: CSKVLayer, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latents [batch, tokens, rank] of keys and of values that the cache would give back for inputs `hidden`."""
     latents = []
     for down, quantizer in zip((attention.k_down, attention.v_down), layer.quantizers, strict=True):
         latent = down(hidden)
@@ -71,11 +74,16 @@ def _rebuild(
             full = latent.shape[1] // quantizer.group * quantizer.group
             latent = torch.cat([quantizer.round_trip(latent[:, :full], layer.sinks), latent[:, full:]], dim=1)
         latents.append(latent)
-    return attention.rebuild_keys(latents[0], rotation), attention.rebuild_values(latents[1])
+    return tuple(latents)
 
 
 def simulation_mask(
-    tokens: int, window: int, sinks: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    tokens: int,
+    window: int,
+    sinks: int,
+    prefill: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """What query i (row) sees of the exact keys (first `tokens` columns) and of the rebuilt ones (the other columns).
 
@@ -84,7 +92,7 @@ def simulation_mask(
     """
     query, key = torch.arange(tokens, device=device)[:, None], torch.arange(tokens, device=device)
     causal = key <= query
-    exact = (key > query - window) | (key < sinks)
+    exact = (key > query - window) | (key < sinks) | (query < prefill)
     seen = torch.cat([causal & exact, causal & ~exact], dim=1)
     mask = torch.zeros(seen.shape, dtype=dtype, device=device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]

@@ -41,10 +41,19 @@ def export(
     with run.offload() as offload:
         write_checkpoint(partial, base, layout, folder, dtype, offload, progress)
     report = describe(base, layout, dtype, run.manifest("init").report["relative_error"])
+    report["trained"] = _was_trained(run, source)
     write_card(partial, base, layout, report)
     if any((base.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         load_tokenizer(partial)
     return run.commit("export", partial, config, inputs, report)
+
+
+def _was_trained(run: Run, source: str) -> bool:
+    """Whether the factors of a stage have gone through training."""
+    if source == "quantize":
+        manifest = run.manifest("quantize")
+        return manifest.config.get("qat") is not None or "finetune" in manifest.inputs
+    return source == "finetune"
 
 
 def describe(base: BaseModel, layout: Layout, dtype: torch.dtype, relative_error: dict[str, float]) -> dict:

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import compressible_layers
 from cskv_cli.checkpoint.weights import free_bytes
-from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig, QuantizeConfig
+from cskv_cli.config import CalibrateConfig, ExportConfig, FinetuneConfig, InitConfig, QuantizeConfig
+from cskv_cli.devices import fast_dtype, pick_device
 from cskv_cli.layout import unquantized
 from cskv_cli.memory import base_bytes, bytes_per_token
 from cskv_cli.run import Run
@@ -22,13 +23,15 @@ def make_plan(
     base: BaseModel,
     calibrate: CalibrateConfig,
     init: InitConfig,
+    finetune: FinetuneConfig | None,
     quantize: QuantizeConfig | None,
     export: ExportConfig,
 ) -> dict[str, Any]:
     """Ranks, bytes of cache per token, factor parameters, and the disk and memory needed.
 
-    Disk is the run directory's share: statistics, factors in float32 and the exported checkpoint. Memory is that of the
-    largest step, calibration: one decoder layer and the hidden states of all windows.
+    Disk is the run directory's share: statistics, factors in float32 (with their training's state) and the exported
+    checkpoint. Memory is that of the largest step: calibration, with one decoder layer and the hidden states of all
+    windows, or training, with the whole model.
 
     Raises:
         CskvError: a rank larger than the cache is wide, or a group larger than the window.
@@ -48,7 +51,10 @@ def make_plan(
     statistics = len(layers) * hidden * hidden * 4
     weights = base.parameter_bytes // stored.itemsize * dtype.itemsize
     states = calibrate.samples * calibrate.seq_len * hidden * compute.itemsize
-    layer = base.parameter_bytes // stored.itemsize * compute.itemsize // config.num_hidden_layers
+    parameters = base.parameter_bytes // stored.itemsize
+    layer = parameters * compute.itemsize // config.num_hidden_layers
+    trainings = [t for t in (finetune, quantize and quantize.qat) if t is not None]
+    training = max((_training_bytes(t, config, parameters, factors) for t in trainings), default=0)
     return {
         "base_model": base.source,
         "data": list(calibrate.data) or ["self", "builtin"],
@@ -64,7 +70,20 @@ def make_plan(
         "sinks": init.sinks,
         "cache_bytes_per_token": {"base": base_bytes(shape, layout, 1), "cskv": bytes_per_token(shape, layout)},
         "factor_parameters": factors,
-        "disk_bytes": weights + factors * (4 + dtype.itemsize) + statistics,
+        "training": [{"objective": t.objective, "steps": t.steps, "seq_len": t.seq_len} for t in trainings],
+        "disk_bytes": weights + factors * (4 + dtype.itemsize + 20 * len(trainings)) + statistics,
         "free_bytes": free_bytes(run.path),
-        "memory_bytes": states + layer + 3 * hidden * hidden * 8,
+        "memory_bytes": max(states + layer + 3 * hidden * hidden * 8, training),
     }
+
+
+def _training_bytes(config: FinetuneConfig, model: PretrainedConfig, parameters: int, factors: int) -> int:
+    """The frozen model; factors with gradients, two moments and the best; and for `distill` activations and logits."""
+    dtype = fast_dtype(pick_device(config.device)) if config.dtype == "auto" else getattr(torch, config.dtype)
+    total = parameters * dtype.itemsize + factors * 5 * 4
+    if config.objective == "reconstruction":
+        return total
+    logits = 6 * config.seq_len * model.vocab_size * 4
+    width = 8 * model.hidden_size + 4 * (getattr(model, "intermediate_size", None) or 4 * model.hidden_size)
+    layers = 1 if config.checkpointing else model.num_hidden_layers
+    return total + logits + config.seq_len * layers * width * dtype.itemsize

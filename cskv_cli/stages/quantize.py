@@ -17,6 +17,7 @@ from cskv_cli.layout import Layout, load_layout, save_layout
 from cskv_cli.modeling.cskv_quantizer import Quantizer
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
+from cskv_cli.stages.finetune import raise_if_failed, train
 
 CLIPS = (1.0, 0.95, 0.9)
 ROTATIONS = 2
@@ -62,7 +63,8 @@ def quantize(
     """Choose, layer by layer, for keys and for values, the basis of the latents and the clipping of their codes.
 
     What is compared is the output of the layer's own attention on the calibration sample (see `output_error`). The
-    report holds the relative error that quantization adds to it, per layer and over all.
+    report holds the relative error that quantization adds to it, per layer and over all. With `config.qat` the factors
+    are then trained with the codes in the loop.
     """
     layout = quantized_layout(load_layout(run.folder(source)), config)
     partial = run.partial("quantize", {"config": config.model_dump(mode="json"), "inputs": inputs})
@@ -81,9 +83,14 @@ def quantize(
                 factors.save_layer(partial, i, _tensors(run.folder(source), i, choices))
                 rows.append((i, choices, norm))
                 advance(1)
-    final = {f"clip_{name}": tuple(clips[name]) for name in "kv"}
-    save_layout(partial, layout.model_copy(update=final))
-    return run.commit("quantize", partial, config, inputs, _report(rows))
+    layout = layout.model_copy(update={f"clip_{name}": tuple(clips[name]) for name in "kv"})
+    report = _report(rows)
+    if config.qat is not None:
+        report["qat"] = train(run, base, layout, partial, config.qat, partial, progress)
+    save_layout(partial, layout)
+    manifest = run.commit("quantize", partial, config, inputs, report)
+    raise_if_failed(run.folder("quantize"), report.get("qat", {}))
+    return manifest
 
 
 def choose(

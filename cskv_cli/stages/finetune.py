@@ -1,0 +1,169 @@
+"""`cskv finetune`: training of the factors, on what the model says or on its keys and values."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cskv_cli import factors, statistics
+from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.load import load_tokenizer
+from cskv_cli.config import CalibrateConfig, FinetuneConfig
+from cskv_cli.data.recall import Window
+from cskv_cli.devices import fast_dtype, pick_device
+from cskv_cli.distributed import workers
+from cskv_cli.errors import CskvError
+from cskv_cli.evaluation.simulation import decode_simulation
+from cskv_cli.layout import Layout, load_layout, save_layout
+from cskv_cli.progress import Progress
+from cskv_cli.run import Manifest, Run
+from cskv_cli.stages.calibrate import windows_for
+from cskv_cli.training.curve import write_curve
+from cskv_cli.training.loop import STATE, Outcome, Trainer
+from cskv_cli.training.objectives import OBJECTIVES
+from cskv_cli.training.stream import Stream, windows_needed
+from cskv_cli.training.student import as_factors, load_student, precision, trained
+
+WINDOWS = "windows.safetensors"
+
+
+def finetune(
+    run: Run, base: BaseModel, source: str, config: FinetuneConfig, inputs: dict[str, str], progress: Progress
+) -> Manifest:
+    """Train the factors of stage `source` (see `train`).
+
+    Raises:
+        CskvError: there is too little text; or the loss is not finite any more, after the stage was written with the
+            best factors until then.
+    """
+    partial = run.partial("finetune", {"config": config.model_dump(mode="json"), "inputs": inputs})
+    partial.mkdir(parents=True, exist_ok=True)
+    layout = load_layout(run.folder(source))
+    report = train(run, base, layout, run.folder(source), config, partial, progress)
+    save_layout(partial, layout)
+    manifest = run.commit("finetune", partial, config, inputs, report)
+    raise_if_failed(run.folder("finetune"), report)
+    return manifest
+
+
+def raise_if_failed(folder: Path, report: dict[str, Any]) -> None:
+    """Say that a stage that was just written holds the best state before its training failed.
+
+    Raises:
+        CskvError: it did fail.
+    """
+    if reason := report.get("failed"):
+        raise CskvError(
+            f"training stopped: {reason}",
+            f"the best state before that is kept in {folder}: run the same command again to go on with it, or train "
+            "anew with a lower --lr or with --dtype float32",
+        )
+
+
+def train(
+    run: Run,
+    base: BaseModel,
+    layout: Layout,
+    source: Path,
+    config: FinetuneConfig,
+    folder: Path,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Write trained factors of `source` and the loss curve to `folder`; the report of what was gained.
+
+    The factors are those of the best scoring of the held-out part, the first of which is of what `source` holds. An
+    interrupted training goes on from the state it last saved.
+    """
+    device = pick_device(config.device)
+    dtype = fast_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
+    tokenizer = load_tokenizer(base.folder)
+    texts, notes = _texts(run, base, tokenizer, config, folder, progress)
+    model = load_student(base, layout, source, dtype, device)
+    if config.checkpointing:
+        _checkpoint_activations(model)
+    stream = Stream(texts, tokenizer, config.recall_share, config.seed)
+    trainer = Trainer(OBJECTIVES[config.objective](model), trained(model), stream, config, folder, workers())
+    outcome = trainer.run(progress)
+    if workers().main:
+        for index, tensors in as_factors(outcome.best).items():
+            factors.save_layer(folder, index, tensors)
+        write_curve(folder, config.objective, outcome)
+        for name in (STATE, WINDOWS):
+            (folder / name).unlink(missing_ok=True)
+    report = _report(config, outcome) | {"notes": notes, "tokens_per_second": trainer.usage.tokens_per_second}
+    report |= {"peak_bytes": trainer.usage.peak_bytes, "dtype": str(dtype).removeprefix("torch."), "device": device}
+    if outcome.failed is not None:
+        every = config.accumulate * workers().count
+        report["failed"] = _culprit(model, stream.window((outcome.failed - 1) * every), outcome.failed)
+    return report
+
+
+def _texts(
+    run: Run,
+    base: BaseModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: FinetuneConfig,
+    folder: Path,
+    progress: Progress,
+) -> tuple[torch.Tensor, list[str]]:
+    """Windows of text to train on, drawn once and kept beside the state: some sources take long."""
+    path, notes = folder / WINDOWS, []
+    if workers().main and not statistics.is_whole(path):
+        data = config.data or tuple(run.manifest("calibrate").config["data"])
+        needed = windows_needed(config.steps * config.accumulate * workers().count, config.recall_share)
+        drawn = windows_for(
+            CalibrateConfig(
+                data=data, samples=needed, seq_len=config.seq_len, seed=config.seed + 1, device=config.device
+            ),
+            base,
+            tokenizer,
+            progress,
+        )
+        notes = [note for note in drawn.notes if data]
+        statistics.save_atomically(path, {"ids": drawn.ids}, {})
+    workers().wait()
+    return load_file(path)["ids"], notes
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        layer.training = True  # of the layer alone, not of what is in it: no dropout
+
+
+def _report(config: FinetuneConfig, outcome: Outcome) -> dict[str, Any]:
+    best = outcome.best_score
+    return {
+        "objective": config.objective,
+        "steps": len(outcome.steps),
+        "best_step": best["step"],
+        "held_out": {"before": _plain(outcome.scores[0]), "after": _plain(best)},
+    }
+
+
+def _plain(line: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name != "step"}
+
+
+@torch.no_grad()
+def _culprit(model: PreTrainedModel, window: Window, step: int) -> str:
+    """Where numbers stop being finite."""
+    bad: list[int] = []
+
+    def watch(index: int) -> Any:
+        def see(module: torch.nn.Module, args: tuple, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            if not output.isfinite().all():
+                bad.append(index)
+
+        return see
+
+    handles = [layer.register_forward_hook(watch(i)) for i, layer in enumerate(model.model.layers)]
+    with precision(model), decode_simulation(model, window.prefill):
+        model(window.ids[None].to(model.device), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    where = f"layer {bad[0]} gives numbers that are not finite" if bad else "the gradients are not finite"
+    return f"at step {step} {where}"

@@ -1,0 +1,77 @@
+"""The model whose factors are trained: frozen weights of the base, factors in float32."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from cskv_cli import factors
+from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.layers import kv_projections
+from cskv_cli.checkpoint.probe import model_class
+from cskv_cli.layout import Layout
+from cskv_cli.modeling.cskv_cache import CSKVCache, CSKVLayer
+
+PARTS = ("k_down", "k_up", "v_down", "v_up")
+
+
+def load_student(
+    base: BaseModel, layout: Layout, factors_folder: Path, dtype: torch.dtype, device: str
+) -> PreTrainedModel:
+    """The CSKV model of a base and of factors, only the factors (and the biases of their B) to be trained."""
+    config = AutoConfig.from_pretrained(base.folder)
+    config.cskv = layout.model_dump(mode="json")
+    disable_progress_bar()
+    model = model_class(config).from_pretrained(base.folder, config=config, dtype=dtype).to(device).eval()
+    model.requires_grad_(False)
+    for i in layout.layers:
+        attention, loaded = model.model.layers[i].self_attn, factors.load_layer(factors_folder, i)
+        for name, (_, bias) in kv_projections(attention).items():
+            down, up = getattr(attention, f"{name}_down"), getattr(attention, f"{name}_up")
+            bias = loaded.get(f"{name}.bias", bias)
+            for parameter, value in ((down.weight, loaded[f"{name}.a"].T), (up.weight, loaded[f"{name}.b"].T)):
+                parameter.data = value.to(device, torch.float32).contiguous()
+            if bias is not None:
+                up.bias.data = bias.to(device, torch.float32)
+    for parameter in trained(model).values():
+        parameter.requires_grad_(True)
+    return model
+
+
+def trained(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The parameters to train, by name, layer by layer."""
+    return {name: p for name, p in model.named_parameters() if name.split(".")[-2] in PARTS}
+
+
+def layer_of(name: str) -> int:
+    """The layer a trained parameter belongs to."""
+    return int(name.split(".")[2])
+
+
+def as_factors(tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """Trained tensors by layer, as `factors.save_layer` takes them."""
+    layers: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        *_, part, kind = name.split(".")
+        key = "bias" if kind == "bias" else {"down": "a", "up": "b"}[part[2:]]
+        value = tensor if kind == "bias" else tensor.T
+        layers.setdefault(layer_of(name), {})[f"{part[0]}.{key}"] = value.cpu()
+    return layers
+
+
+def compressed_layers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module, CSKVLayer]]:
+    """Index, attention and cache layer of each layer that has factors."""
+    for i, layer in enumerate(CSKVCache(model.config).layers):
+        if isinstance(layer, CSKVLayer):
+            yield i, model.model.layers[i].self_attn, layer
+
+
+def precision(model: PreTrainedModel) -> AbstractContextManager:
+    """Autocast to the dtype of the frozen weights, where that has 16 bits."""
+    if model.dtype.itemsize > 2:
+        return nullcontext()
+    return torch.autocast(model.device.type, model.dtype)
