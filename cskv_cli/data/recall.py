@@ -15,7 +15,7 @@ from cskv_cli.data.tokens import leading_bos
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ASKED = 0.3  # of a window: questions and answers, or the passage quoted
+ASKED = 0.45  # of a window: questions and answers, or the passage quoted
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiouy"
 
 

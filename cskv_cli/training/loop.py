@@ -14,7 +14,7 @@ from torch import nn
 from cskv_cli import statistics
 from cskv_cli.config import FinetuneConfig
 from cskv_cli.distributed import Workers
-from cskv_cli.progress import Advance, Progress
+from cskv_cli.progress import Progress
 from cskv_cli.training.objectives import Objective
 from cskv_cli.training.optimizer import make_optimizer, restore_state, set_rate, state_tensors
 from cskv_cli.training.stream import Stream
@@ -80,12 +80,15 @@ class Trainer:
         self._restore()
         saved = time.monotonic()
         with progress.task(f"finetune ({self.config.objective})", steps) as advance:
-            advance(len(outcome.steps), "")
+            advance(len(outcome.steps))
             if not outcome.scores:
                 self._score(0)
             while len(outcome.steps) < steps and not outcome.out_of_patience(self.config.patience):
-                if not self._step(len(outcome.steps), advance):
+                with self.usage.step(self.config.accumulate * self.config.seq_len):
+                    finite = self._step(len(outcome.steps))
+                if not finite:
                     break
+                advance(1, self.usage.summary(self.workers.count))
                 done = len(outcome.steps)
                 if done % min(SCORE_EVERY, math.ceil(steps / 4)) == 0 or done == steps:
                     self._score(done)
@@ -94,7 +97,7 @@ class Trainer:
                     saved = time.monotonic()
         return outcome
 
-    def _step(self, step: int, advance: Advance) -> bool:
+    def _step(self, step: int) -> bool:
         """One step of the optimizer; False, and no step, where the gradients are not finite."""
         share = set_rate(self.optimizer, step, self.config.steps)
         every = self.config.accumulate * self.workers.count
@@ -102,7 +105,6 @@ class Trainer:
         for number in self.workers.share(every):
             window = self.stream.window(step * every + number)
             losses += self.objective.backward(window, 1 / every)
-            self.usage.count(len(window.ids))
         loss = self.workers.sum(losses).item() / every
         gradients = [parameter.grad for parameter in self.parameters.values()]
         for gradient in gradients:
@@ -111,7 +113,6 @@ class Trainer:
         if finite:
             self.optimizer.step()
             self.outcome.steps.append({"step": step + 1, "loss": loss, "rate": share})
-            advance(1, self.usage.summary(self.workers.count))
         else:
             self.outcome.failed = step + 1
         self.optimizer.zero_grad(set_to_none=False)

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from cskv_cli.data.recall import Window, lookup_window, quote_window
 from cskv_cli.errors import CskvError
 
-HELD_OUT_TEXT, HELD_OUT_RECALL = 8, 4
-QUOTES = 0.3  # of the windows that are not plain text
+HELD_OUT_TEXT, HELD_OUT_RECALL = 5, 4
+QUOTES = 0.2  # of the windows that are not plain text
 _HELD_OUT = 1 << 40  # numbers of the held-out windows: no step comes there
 
 Draw = Callable[[int], torch.Tensor]

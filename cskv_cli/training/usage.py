@@ -3,24 +3,29 @@
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 
 class Usage:
-    """Counts from when it is made."""
+    """Of the training steps; scoring does not count."""
 
     def __init__(self) -> None:
-        self._began, self._tokens = time.monotonic(), 0
+        self._seconds, self._tokens = 0.0, 0
 
-    def count(self, tokens: int) -> None:
-        """Some more tokens are done."""
-        self._tokens += tokens
+    @contextmanager
+    def step(self, tokens: int) -> Iterator[None]:
+        """The time of a step that trains on so many tokens."""
+        began = time.monotonic()
+        yield
+        self._seconds, self._tokens = self._seconds + time.monotonic() - began, self._tokens + tokens
 
     @property
     def tokens_per_second(self) -> float:
-        """Of this process."""
-        return self._tokens / (time.monotonic() - self._began)
+        """Of this process; 0 where it made no step."""
+        return self._tokens / self._seconds if self._tokens else 0.0
 
     @property
     def peak_bytes(self) -> int:

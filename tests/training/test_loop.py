@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from cskv_cli.config import FinetuneConfig
-from cskv_cli.data.recall import Window
 from cskv_cli.distributed import Workers
 from cskv_cli.errors import CskvError
 from cskv_cli.progress import SILENT
@@ -44,7 +43,7 @@ class Parabola:
 
 @pytest.fixture
 def stream(tokenizer):
-    texts = torch.randint(3, 93, (30, 64), generator=torch.Generator().manual_seed(0))
+    texts = torch.randint(3, 93, (22 + HELD_OUT_TEXT, 64), generator=torch.Generator().manual_seed(0))
     return Stream(texts, tokenizer, 0.2, seed=0)
 
 
