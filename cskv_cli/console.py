@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from cskv_cli.launch import is_main
 from cskv_cli.progress import Advance, Progress
 
 
@@ -28,16 +29,16 @@ class TerminalProgress(Progress):
 
 
 class Console:
-    """What a verb says.
+    """What a verb says; of several processes the first alone says anything, but for errors.
 
     Args:
         json: print one JSON object on stdout, and nothing else there.
     """
 
     def __init__(self, json: bool = False) -> None:
-        self.json = json
-        self.chatty = sys.stdout.isatty() and not json
-        self._out = RichConsole(highlight=False, soft_wrap=not sys.stdout.isatty())
+        self.json = json and is_main()
+        self.chatty = sys.stdout.isatty() and not json and is_main()
+        self._out = RichConsole(highlight=False, soft_wrap=not sys.stdout.isatty(), quiet=not is_main())
         self._err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
 
     @property
@@ -52,7 +53,8 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Something that may be wrong."""
-        self._err.print(f"warning: {text}", style="yellow", markup=False)
+        if is_main():
+            self._err.print(f"warning: {text}", style="yellow", markup=False)
 
     def fail(self, message: str, hint: str) -> None:
         """The last words of a verb that failed."""

@@ -1,7 +1,10 @@
 """The processes that `accelerate launch` started, or this one alone."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +25,13 @@ class Workers:
         """Whether this is the process that writes."""
         return self.rank == 0
 
-    def share(self, items: int) -> range:
-        """The items that are this process's."""
+    def every(self, items: int) -> range:
+        """The items that are this process's, one in `count`."""
         return range(self.rank, items, self.count)
+
+    def part(self, items: int) -> slice:
+        """The items that are this process's, in one piece."""
+        return slice(self.rank * items // self.count, (self.rank + 1) * items // self.count)
 
     def wait(self) -> None:
         """Until all are here."""
@@ -37,13 +44,30 @@ class Workers:
             dist.all_reduce(tensor)
         return tensor
 
-    def agreed(self, value: bool) -> bool:
-        """What process 0 says."""
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each process, by rank."""
+        if self.count == 1:
+            return [value]
+        values = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
+
+    def told(self, value: Any) -> Any:
+        """The value that process 0 has."""
         if self.count == 1:
             return value
         told = [value]
         dist.broadcast_object_list(told)
         return told[0]
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The others come in when process 0 has gone out."""
+        if not self.main:
+            self.wait()
+        yield
+        if self.main:
+            self.wait()
 
 
 @cache

@@ -11,9 +11,12 @@ from pydantic import ValidationError
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.config import CalibrateConfig, ExportConfig, FinetuneConfig, InitConfig, QuantizeConfig, StageConfig
 from cskv_cli.console import Console
+from cskv_cli.distributed import workers
 from cskv_cli.errors import CskvError
 from cskv_cli.options import Settings, validation_message
 from cskv_cli.run import Manifest, Run
+
+SHARED = ("calibrate", "finetune", "quantize")  # stages on which several processes work together
 
 
 class Pipeline:
@@ -32,7 +35,8 @@ class Pipeline:
             if given and (data := given.get("data")):
                 given["data"] = tuple(map(with_absolute_path, [data] if isinstance(data, str) else data))
         self.base: BaseModel
-        self.base, self._base_manifest = open_base(run, model, revision, console.progress)
+        with workers().main_first():
+            self.base, self._base_manifest = open_base(run, model, revision, console.progress)
         for note in self.base.notes:
             console.note(note)
 
@@ -174,17 +178,25 @@ class Pipeline:
     def _stage(
         self, stage: str, config: StageConfig, inputs: dict[str, str], make: Callable[[dict[str, str]], Manifest]
     ) -> Manifest:
-        if self.run.reusable(stage, config, inputs):
-            try:
-                manifest = self.run.require(stage)
-            except CskvError as error:
-                self.console.warn(f"{error.message}; making it again")
-            else:
-                self.console.note(f"{stage}: reused {self.run.folder(stage)}")
-                return manifest
-        manifest = make(inputs)
+        if workers().told(self._reused(stage, config, inputs)):
+            return self.run.manifest(stage)
+        if workers().main or stage in SHARED:
+            make(inputs)
+        workers().wait()
         self.console.note(f"{stage}: wrote {self.run.folder(stage)}")
-        return manifest
+        return self.run.manifest(stage)
+
+    def _reused(self, stage: str, config: StageConfig, inputs: dict[str, str]) -> bool:
+        """Whether the stage is there as it would be made."""
+        if not workers().main or not self.run.reusable(stage, config, inputs):
+            return False
+        try:
+            self.run.require(stage)
+        except CskvError as error:
+            self.console.warn(f"{error.message}; making it again")
+            return False
+        self.console.note(f"{stage}: reused {self.run.folder(stage)}")
+        return True
 
 
 def checked(kind: type[StageConfig], values: Any, where: str) -> StageConfig:

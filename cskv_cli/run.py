@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from cskv_cli import __version__
 from cskv_cli.config import StageConfig
 from cskv_cli.errors import CskvError
+from cskv_cli.launch import is_main
 
 MANIFEST = "manifest.json"
 _OFFLOAD = ".offload-"
@@ -157,7 +158,12 @@ class Run:
     def commit(
         self, stage: str, partial: Path, config: StageConfig, inputs: dict[str, str], report: dict[str, Any]
     ) -> Manifest:
-        """Turn a folder of finished files into the stage: manifest last, all on disk, then one rename."""
+        """Turn a folder of finished files into the stage: manifest last, all on disk, then one rename.
+
+        Of several processes the first does so; the others get the manifest that it would write, and are not waited for.
+        """
+        if not is_main():
+            return Manifest(stage, _plain(config), inputs, {}, report)
         files = {}
         for path in sorted(p for p in partial.rglob("*") if p.is_file() and p.name != MANIFEST):
             files[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
@@ -177,7 +183,8 @@ class Run:
 
     def discard(self, stage: str) -> None:
         """Remove a stage."""
-        shutil.rmtree(self.folder(stage), ignore_errors=True)
+        if is_main():
+            shutil.rmtree(self.folder(stage), ignore_errors=True)
 
     def offload(self) -> tempfile.TemporaryDirectory:
         """An empty folder to work in, removed afterwards."""
@@ -187,9 +194,14 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Hold the run directory for this process.
 
+        Of several processes launched together the first does so for all.
+
         Raises:
             CskvError: the folder cannot be written, or another process holds it.
         """
+        if not is_main():
+            yield
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = (self.path / ".lock").open("a+")

@@ -8,8 +8,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from cskv_cli.distributed import Workers
 from cskv_cli.errors import CskvError
 
+ALONE = Workers(0, 1)
 MAX_RUNS = 16
 RUN_TOKENS = 128
 
@@ -39,16 +41,22 @@ class Collector:
 
     The sample is the first 128 tokens of each of at most 16 windows, evenly spread: from the first token on, since
     attention within a run that lacks it is not what it is in a text.
+
+    Args:
+        windows: of all processes.
+        first: the number of the first window of this process.
     """
 
-    def __init__(self, windows: int) -> None:
+    def __init__(self, windows: int, first: int = 0) -> None:
         self.tokens = 0
+        self._first = first
         self._sampled = sampled_windows(windows)
         self._sample: list[torch.Tensor] = []
         self._sums: tuple[torch.Tensor, ...] = ()  # of x^T x (its upper triangle), x and |x|
 
     def add(self, first: int, inputs: torch.Tensor) -> None:
-        """Take in windows `first` and following, [batch, seq_len, hidden]."""
+        """Take in this process's windows `first` and following, [batch, seq_len, hidden]."""
+        first += self._first
         for window in self._sampled:
             if first <= window < first + len(inputs):
                 run = inputs[window - first, :RUN_TOKENS]
@@ -64,12 +72,14 @@ class Collector:
         total_abs += x.abs().sum(0).to(total.device)
         self.tokens += len(x)
 
-    def result(self) -> LayerStatistics:
-        """Return the statistics of what was taken in."""
-        gram, total, total_abs = (part.cpu() for part in self._sums)
-        mean, mean_abs = (total / self.tokens).float(), (total_abs / self.tokens).float()
+    def result(self, workers: Workers = ALONE) -> LayerStatistics:
+        """Return the statistics of what all processes have taken in."""
+        gram, total, total_abs = (workers.sum(part).cpu() for part in self._sums)
+        tokens, samples = zip(*workers.gather((self.tokens, self._sample)), strict=True)
+        mean, mean_abs = (total / sum(tokens)).float(), (total_abs / sum(tokens)).float()
         gram = gram.triu() + gram.triu(1).T
-        return LayerStatistics(gram.float(), mean, mean_abs, torch.stack(self._sample), self.tokens)
+        sample = torch.stack([run for runs in samples for run in runs])
+        return LayerStatistics(gram.float(), mean, mean_abs, sample, sum(tokens))
 
 
 def _add_products(total: torch.Tensor, x: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from cskv_cli.commands.quantize import UNQUANTIZED, BitsOption, QatOption, bits_
 from cskv_cli.commands.report import show_checkpoint
 from cskv_cli.config import CalibrateConfig, Dtype, FinetuneConfig, InitConfig, QuantizeConfig
 from cskv_cli.console import Console
+from cskv_cli.launch import is_main
 from cskv_cli.layout import span
 from cskv_cli.options import DEFAULT_RUN, ModelArgument, RevisionOption, RunOption, Settings, verb
 from cskv_cli.run import Run
@@ -86,7 +87,7 @@ def compress(
             else:
                 here.discard(stage)
         manifest = pipeline.export(factors.stage)
-        if target is not None:
+        if target is not None and is_main():
             target.deliver()
     return show_checkpoint(console, here.folder("export") if out is None else out, manifest.report)
 

@@ -18,6 +18,7 @@ from cskv_cli.data.self_sample import sample_from_model
 from cskv_cli.data.sources import parse_source
 from cskv_cli.data.windows import Windows, calibration_windows
 from cskv_cli.devices import pick_device
+from cskv_cli.distributed import workers
 from cskv_cli.errors import CskvError
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
@@ -28,13 +29,14 @@ DEFAULT_NOTE = (
     "yours does better (docs/results.md shows by how much)"
 )
 SAVE_EVERY = 60.0  # seconds of work that a kill may cost
-HIDDEN = "hidden.safetensors"
 
 
 def windows_for(
     config: CalibrateConfig, base: BaseModel, tokenizer: PreTrainedTokenizerBase, progress: Progress
 ) -> Windows:
     """Draw the windows that `config` asks for; for `self` the whole model is loaded for as long as it writes.
+
+    Process 0 draws for all.
 
     Raises:
         CskvError: a source is not there, cannot be read or is too short.
@@ -54,12 +56,14 @@ def windows_for(
 
             return sample_from_model(model, tokenizer, count=count, seq_len=seq_len, seed=seed, progress=report)
 
+    if not workers().main:
+        return workers().told(None)
     sources = [parse_source(text) for text in config.data or DEFAULT_DATA]
     drawn = calibration_windows(
         sources, tokenizer, samples=config.samples, seq_len=config.seq_len, seed=config.seed, generate=generate
     )
     notes = drawn.notes if config.data else (DEFAULT_NOTE, *drawn.notes)
-    return Windows(drawn.ids, drawn.counts, notes)
+    return workers().told(Windows(drawn.ids, drawn.counts, notes))
 
 
 def calibrate(
@@ -67,20 +71,26 @@ def calibrate(
 ) -> Manifest:
     """Collect `LayerStatistics` of every compressible layer (see `statistics`); the layers behind the last are not run.
 
-    A run that was interrupted goes on from the hidden states it last saved, to the same bytes.
+    A run that was interrupted goes on from the hidden states it last saved, to the same bytes. Several processes share
+    the windows.
 
     Raises:
-        CskvError: there is nothing to compress, numbers overflow, or files cannot be written.
+        CskvError: there are more processes than windows, there is nothing to compress, numbers overflow, or files
+            cannot be written.
     """
     device, dtype = pick_device(config.device), _dtype(config, base)
     partial = run.partial("calibrate", _identity(config, inputs, windows, device, dtype))
     partial.mkdir(parents=True, exist_ok=True)
+    if len(windows.ids) < workers().count:
+        raise CskvError(f"{len(windows.ids)} windows cannot be shared by {workers().count} processes", "give more text")
     with run.offload() as offload:
         model = load_by_layer(base.folder, Path(offload), dtype=dtype, device=device)
         layers = compressible_layers(model.config)
-        states = LayerByLayer(model, windows.ids, device)
-        _collect(states, layers, partial, progress)
-    _remove_all_but_layers(partial)
+        states = LayerByLayer(model, windows.ids[workers().part(len(windows.ids))], device)
+        _collect(states, layers, len(windows.ids), partial, progress)
+    workers().wait()
+    if workers().main:
+        _remove_all_but_layers(partial)
     report = {
         "layers": layers,
         "tokens": windows.ids.numel(),
@@ -111,36 +121,23 @@ def _remove_all_but_layers(folder: Path) -> None:
             path.unlink()
 
 
-def _collect(states: LayerByLayer, layers: list[int], partial: Path, progress: Progress) -> None:
-    """Write the files of `layers` that are not there."""
-    windows = len(states.hidden)
+def _collect(states: LayerByLayer, layers: list[int], windows: int, partial: Path, progress: Progress) -> None:
+    """Write the files of `layers` that are not there; `windows` are those of all processes."""
     count = layers[-1] + 1
-    first = _restore(states.hidden, partial, layers)
-    checkpoint = _Checkpoint(partial / HIDDEN)
-    with progress.task("calibrate", (count - first) * windows, "windows") as advance:
+    done = workers().told([i for i in layers if statistics.is_whole(statistics.layer_file(partial, i))])
+    checkpoint = _Checkpoint(partial / f"hidden-{workers().rank}.safetensors")
+    first = checkpoint.restore(states.hidden, layers)
+    with progress.task("calibrate", (count - first) * len(states.hidden), "windows") as advance:
         for index in range(first, count):
-            if index not in layers or statistics.is_whole(statistics.layer_file(partial, index)):
+            if index not in layers or index in done:
                 states.push(index, advance=advance)
             else:
-                collector = statistics.Collector(windows)
+                collector = statistics.Collector(windows, workers().part(windows).start)
                 states.push(index, collector.add, advance)
-                statistics.save_layer(partial, index, collector.result())
+                result = collector.result(workers())
+                if workers().main:
+                    statistics.save_layer(partial, index, result)
             checkpoint.save_if_due(states.hidden, index + 1)
-
-
-def _restore(hidden: torch.Tensor, partial: Path, layers: list[int]) -> int:
-    """Read saved hidden states into `hidden`; return the layer they are the input of, 0 if there are none to use."""
-    path = partial / HIDDEN
-    if not statistics.is_whole(path):
-        return 0
-    with safe_open(path, "pt") as file:
-        following = int(file.metadata()["layer"])
-        if not all(statistics.is_whole(statistics.layer_file(partial, i)) for i in layers if i < following):
-            return 0
-    for window in range(len(hidden)):
-        with safe_open(path, "pt") as file:  # opened anew, or in the end all of it would be mapped into memory
-            hidden[window] = file.get_slice("hidden")[window]
-    return following
 
 
 class _Checkpoint:
@@ -150,6 +147,22 @@ class _Checkpoint:
         self._path = path
         self._saved = time.monotonic()
         self._cost = 0.0
+
+    def restore(self, hidden: torch.Tensor, layers: list[int]) -> int:
+        """Read saved hidden states into `hidden`; return the layer they are the input of, 0 without any of use."""
+        if not statistics.is_whole(self._path):
+            return 0
+        with safe_open(self._path, "pt") as file:
+            following = int(file.metadata()["layer"])
+        folder = self._path.parent
+        if not all(statistics.is_whole(statistics.layer_file(folder, i)) for i in layers if i < following):
+            return 0
+        for window in range(len(hidden)):
+            with safe_open(
+                self._path, "pt"
+            ) as file:  # opened anew, or in the end all of it would be mapped into memory
+                hidden[window] = file.get_slice("hidden")[window]
+        return following
 
     def save_if_due(self, hidden: torch.Tensor, layer: int) -> None:
         began = time.monotonic()

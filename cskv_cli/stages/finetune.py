@@ -42,7 +42,8 @@ def finetune(
     partial.mkdir(parents=True, exist_ok=True)
     layout = load_layout(run.folder(source))
     report = train(run, base, layout, run.folder(source), config, partial, progress)
-    save_layout(partial, layout)
+    if workers().main:
+        save_layout(partial, layout)
     manifest = run.commit("finetune", partial, config, inputs, report)
     raise_if_failed(run.folder("finetune"), report)
     return manifest
@@ -110,19 +111,15 @@ def _texts(
 ) -> tuple[torch.Tensor, list[str]]:
     """Windows of text to train on, drawn once and kept beside the state: some sources take long."""
     path, notes = folder / WINDOWS, []
-    if workers().main and not statistics.is_whole(path):
+    if not workers().told(statistics.is_whole(path)):
         data = config.data or tuple(run.manifest("calibrate").config["data"])
         needed = windows_needed(config.steps * config.accumulate * workers().count, config.recall_share)
-        drawn = windows_for(
-            CalibrateConfig(
-                data=data, samples=needed, seq_len=config.seq_len, seed=config.seed + 1, device=config.device
-            ),
-            base,
-            tokenizer,
-            progress,
-        )
+        lengths = dict(samples=needed, seq_len=config.seq_len)
+        asked = CalibrateConfig(data=data, **lengths, seed=config.seed + 1, device=config.device)
+        drawn = windows_for(asked, base, tokenizer, progress)
         notes = [note for note in drawn.notes if data]
-        statistics.save_atomically(path, {"ids": drawn.ids}, {})
+        if workers().main:
+            statistics.save_atomically(path, {"ids": drawn.ids}, {})
     workers().wait()
     return load_file(path)["ids"], notes
 

@@ -11,6 +11,7 @@ from cskv_cli import factors, statistics
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import in_memory, load_by_layer
 from cskv_cli.config import QuantizeConfig
+from cskv_cli.distributed import workers
 from cskv_cli.errors import CskvError
 from cskv_cli.evaluation.attention import AttentionOutput
 from cskv_cli.layout import Layout, load_layout, save_layout
@@ -69,6 +70,21 @@ def quantize(
     layout = quantized_layout(load_layout(run.folder(source)), config)
     partial = run.partial("quantize", {"config": config.model_dump(mode="json"), "inputs": inputs})
     partial.mkdir(parents=True, exist_ok=True)
+    chosen = _choose_all(run, base, source, layout, config.seed, partial, progress) if workers().main else None
+    layout, report = workers().told(chosen)
+    if config.qat is not None:
+        report["qat"] = train(run, base, layout, partial, config.qat, partial, progress)
+    if workers().main:
+        save_layout(partial, layout)
+    manifest = run.commit("quantize", partial, config, inputs, report)
+    raise_if_failed(run.folder("quantize"), report.get("qat", {}))
+    return manifest
+
+
+def _choose_all(
+    run: Run, base: BaseModel, source: str, layout: Layout, seed: int, folder: Path, progress: Progress
+) -> tuple[Layout, dict]:
+    """Write the factors in the bases chosen; the layout with the clips chosen, and the report."""
     clips: dict[str, list[float | None]] = {name: [None] * len(layout.rank_k) for name in "kv"}
     rows = []
     with run.offload() as offload, torch.inference_mode():
@@ -77,20 +93,13 @@ def quantize(
             for i in layout.layers:
                 with in_memory(model.model.layers[i].self_attn) as attention:
                     output = AttentionOutput(model, attention, _sample(run, layout, i))
-                    choices, norm = _layer(run.folder(source), layout, i, output, config.seed)
+                    choices, norm = _layer(run.folder(source), layout, i, output, seed)
                 for name, choice in choices.items():
                     clips[name][i] = choice.clip
-                factors.save_layer(partial, i, _tensors(run.folder(source), i, choices))
+                factors.save_layer(folder, i, _tensors(run.folder(source), i, choices))
                 rows.append((i, choices, norm))
                 advance(1)
-    layout = layout.model_copy(update={f"clip_{name}": tuple(clips[name]) for name in "kv"})
-    report = _report(rows)
-    if config.qat is not None:
-        report["qat"] = train(run, base, layout, partial, config.qat, partial, progress)
-    save_layout(partial, layout)
-    manifest = run.commit("quantize", partial, config, inputs, report)
-    raise_if_failed(run.folder("quantize"), report.get("qat", {}))
-    return manifest
+    return layout.model_copy(update={f"clip_{name}": tuple(clips[name]) for name in "kv"}), _report(rows)
 
 
 def choose(

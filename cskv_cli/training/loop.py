@@ -78,6 +78,7 @@ class Trainer:
         """Train to the end, from where an interrupted run was."""
         outcome, steps = self.outcome, self.config.steps
         self._restore()
+        self.workers.wait()
         saved = time.monotonic()
         with progress.task(f"finetune ({self.config.objective})", steps) as advance:
             advance(len(outcome.steps))
@@ -102,7 +103,7 @@ class Trainer:
         share = set_rate(self.optimizer, step, self.config.steps)
         every = self.config.accumulate * self.workers.count
         losses = torch.zeros(1, dtype=torch.float64)
-        for number in self.workers.share(every):
+        for number in self.workers.every(every):
             window = self.stream.window(step * every + number)
             losses += self.objective.backward(window, 1 / every)
         loss = self.workers.sum(losses).item() / every
@@ -131,7 +132,7 @@ class Trainer:
         the share of `answers` in the recall windows that would be given right."""
         text, recall = self.stream.held_out()
         sums = torch.zeros(4, dtype=torch.float64)
-        for number in self.workers.share(len(text) + len(recall)):
+        for number in self.workers.every(len(text) + len(recall)):
             scored = self.objective.score((text + recall)[number])
             sums[0 if number < len(text) else 1] += scored.loss
             sums[2:] += torch.tensor([scored.right, scored.answers]) if number >= len(text) else 0

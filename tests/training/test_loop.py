@@ -71,13 +71,13 @@ def test_gives_the_best_state_and_scores_it_as_it_is_mixed(stream, tmp_path):
 
 def test_never_worse_than_at_the_start(stream, tmp_path):
     """A rate that leaps over the minimum: what was there at the start is what is given."""
-    outcome = trainer(stream, tmp_path, lr=50.0, steps=8).run(SILENT)
+    outcome = trainer(stream, tmp_path, lr=1e5, steps=8).run(SILENT)
     assert outcome.best_score["step"] == 0
     assert torch.equal(outcome.best[NAME], torch.tensor([2.0, 2.0, 2.0]))
 
 
 def test_stops_when_out_of_patience(stream, tmp_path):
-    outcome = trainer(stream, tmp_path, lr=50.0, patience=2).run(SILENT)
+    outcome = trainer(stream, tmp_path, lr=1e5, patience=2).run(SILENT)
     assert [line["step"] for line in outcome.scores] == [0, 10, 20]
     assert len(outcome.steps) == 20
 
