@@ -1,10 +1,11 @@
 """`cskv finetune`: training of the factors, on what the model says or on its keys and values."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cskv_cli import factors, statistics
@@ -110,18 +111,19 @@ def _texts(
     progress: Progress,
 ) -> tuple[torch.Tensor, list[str]]:
     """Windows of text to train on, drawn once and kept beside the state: some sources take long."""
-    path, notes = folder / WINDOWS, []
+    path = folder / WINDOWS
     if not workers().told(statistics.is_whole(path)):
         data = config.data or tuple(run.manifest("calibrate").config["data"])
         needed = windows_needed(config.steps * config.accumulate * workers().count, config.recall_share)
         lengths = dict(samples=needed, seq_len=config.seq_len)
         asked = CalibrateConfig(data=data, **lengths, seed=config.seed + 1, device=config.device)
         drawn = windows_for(asked, base, tokenizer, progress)
-        notes = [note for note in drawn.notes if data]
         if workers().main:
-            statistics.save_atomically(path, {"ids": drawn.ids}, {})
+            notes = [note for note in drawn.notes if data]
+            statistics.save_atomically(path, {"ids": drawn.ids}, {"notes": json.dumps(notes)})
     workers().wait()
-    return load_file(path)["ids"], notes
+    with safe_open(path, "pt") as file:
+        return file.get_tensor("ids"), json.loads(file.metadata()["notes"])
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:

@@ -21,7 +21,7 @@ from cskv_cli.training.stream import Stream
 from cskv_cli.training.usage import Usage
 
 STATE = "state.safetensors"
-SAVE_EVERY = 60.0  # seconds of work that a kill may cost
+SAVE_EVERY = 60.0  # seconds of work that a kill may cost; every scoring is saved too
 SCORE_EVERY = 50  # steps, at most
 
 
@@ -91,9 +91,10 @@ class Trainer:
                     break
                 advance(1, self.usage.summary(self.workers.count))
                 done = len(outcome.steps)
-                if done % min(SCORE_EVERY, math.ceil(steps / 4)) == 0 or done == steps:
+                due = done % min(SCORE_EVERY, math.ceil(steps / 4)) == 0 or done == steps
+                if due:
                     self._score(done)
-                if self.workers.main and time.monotonic() - saved > SAVE_EVERY:
+                if self.workers.main and (due or time.monotonic() - saved > SAVE_EVERY):
                     self._save()
                     saved = time.monotonic()
         return outcome

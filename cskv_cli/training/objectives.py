@@ -45,30 +45,33 @@ class Distillation:
 
     def backward(self, window: Window, weight: float) -> float:
         """See `Objective.backward`."""
-        teacher, student = self._predictions(window)
-        loss = _divergence(teacher, student)
-        (weight * loss).backward()
+        teacher = self._teacher(window)
+        with decode_simulation(self.model, window.prefill):  # still there if activations are computed anew
+            loss = _divergence(teacher, self._predict(window))
+            (weight * loss).backward()
         return loss.item()
 
     @torch.no_grad()
     def score(self, window: Window) -> Score:
         """See `Objective.score`; an answer is a run of scored tokens."""
-        teacher, student = self._predictions(window)
+        teacher = self._teacher(window)
+        with decode_simulation(self.model, window.prefill):
+            student = self._predict(window)
         scored = window.scored.nonzero()[:, 0]
         right = student.argmax(-1).cpu() == window.ids[scored + 1]
         answers = right.tensor_split((scored.diff() > 1).nonzero()[:, 0] + 1)
         return Score(_divergence(teacher, student).item(), sum(bool(run.all()) for run in answers), len(answers))
 
-    def _predictions(self, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of teacher and student, [scored, vocabulary]."""
-        ids = window.ids[None].to(self.model.device)
-        inputs = dict(use_cache=False, logits_to_keep=window.scored.nonzero()[:, 0].to(ids.device))
+    @torch.no_grad()
+    def _teacher(self, window: Window) -> torch.Tensor:
+        return self._predict(window)
+
+    def _predict(self, window: Window) -> torch.Tensor:
+        """Log-probabilities at the scored tokens, [scored, vocabulary]."""
+        ids, scored = window.ids[None].to(self.model.device), window.scored.nonzero()[:, 0]
         with precision(self.model):
-            with torch.no_grad():
-                teacher = self.model(ids, **inputs).logits[0]
-            with decode_simulation(self.model, window.prefill):
-                student = self.model(ids, **inputs).logits[0]
-        return teacher.float().log_softmax(-1), student.float().log_softmax(-1)
+            logits = self.model(ids, use_cache=False, logits_to_keep=scored.to(ids.device)).logits[0]
+        return logits.float().log_softmax(-1)
 
 
 def _divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
