@@ -84,7 +84,7 @@ def train(
     texts, notes = _texts(run, base, tokenizer, config, folder, progress)
     model = load_student(base, layout, source, dtype, device)
     if config.checkpointing:
-        _checkpoint_activations(model)
+        checkpoint_activations(model)
     stream = Stream(texts, tokenizer, config.recall_share, config.seed)
     trainer = Trainer(OBJECTIVES[config.objective](model), trained(model), stream, config, folder, workers())
     outcome = trainer.run(progress)
@@ -126,7 +126,8 @@ def _texts(
         return file.get_tensor("ids"), json.loads(file.metadata()["notes"])
 
 
-def _checkpoint_activations(model: PreTrainedModel) -> None:
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Compute a layer's activations anew in the backward pass instead of keeping them."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.model.layers:
         layer.training = True  # of the layer alone, not of what is in it: no dropout
