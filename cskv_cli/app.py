@@ -6,6 +6,7 @@ import typer
 
 from cskv_cli import __version__
 from cskv_cli.commands import analyze, calibrate, compress, eval, export, init, inspect, quantize, recipes, status  # noqa: A004
+from cskv_cli.commands.push import PushCommand
 
 app = typer.Typer(
     name="cskv",
@@ -15,12 +16,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("analyze")(analyze.analyze)
-app.command("compress")(compress.compress)
+app.command("compress", cls=PushCommand)(compress.compress)
 app.command("eval")(eval.evaluate)
 app.command("calibrate")(calibrate.calibrate)
 app.command("init")(init.init)
 app.command("quantize")(quantize.quantize)
-app.command("export")(export.export)
+app.command("export", cls=PushCommand)(export.export)
 app.command("inspect")(inspect.inspect)
 app.command("status")(status.status)
 app.add_typer(recipes.app, name="recipes")

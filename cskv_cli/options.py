@@ -4,6 +4,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -66,8 +67,11 @@ def verb(**configs: type[StageConfig]) -> Callable[[Callable[..., None]], Callab
 
 def _flag(name: str, field: Any) -> inspect.Parameter:
     kind, origin = field.annotation, typing.get_origin(field.annotation)
-    default = "" if field.default in (None, ()) else str(field.default)
-    option = typer.Option(f"--{name.replace('_', '-')}", help=field.description, show_default=default or False)
+    default = "" if field.default in (None, (), False) else str(field.default)
+    metavar = (field.json_schema_extra or {}).get("metavar")
+    option = typer.Option(
+        f"--{name.replace('_', '-')}", help=field.description, show_default=default or False, metavar=metavar
+    )
     if origin is tuple:
         return _parameter(name, Annotated[list[str] | None, option], None)
     if origin is types.UnionType:
@@ -114,12 +118,18 @@ def validation_message(error: ValidationError) -> str:
 
 def _fail(console: Console, message: str, hint: str, debug: bool) -> None:
     if debug:
-        traceback.print_exc()
+        print(_redacted(traceback.format_exc()), file=sys.stderr)
     _say(console, message, hint)
     raise SystemExit(1) from None
 
 
+def _redacted(text: str) -> str:
+    """Without anything that looks like a Hub token: libraries quote headers in their complaints."""
+    return re.sub(r"\bhf_\w+", "hf_***", text)
+
+
 def _say(console: Console, message: str, hint: str) -> None:
+    message = _redacted(message)
     with suppress(OSError):  # stdout may be what failed
         console.result({"error": message, "hint": hint})
     console.fail(message, hint)

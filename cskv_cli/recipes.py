@@ -9,6 +9,7 @@ from cskv_cli.config import CalibrateConfig, ExportConfig, InitConfig, QuantizeC
 from cskv_cli.errors import CskvError
 
 STAGE_CONFIGS = {"calibrate": CalibrateConfig, "init": InitConfig, "quantize": QuantizeConfig, "export": ExportConfig}
+_NAMES = ("model", "revision", "push")
 _HERE = Path(__file__).parent
 
 
@@ -39,7 +40,7 @@ def find(name: str) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """`{"model": ..., "revision": ..., stage: {setting: value}}`; every key is checked.
+    """`{"model": ..., "revision": ..., "push": REPO, stage: {setting: value}}`; every key is checked.
 
     Raises:
         CskvError: not YAML, or a key or value that no stage has.
@@ -53,10 +54,12 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CskvError(f"{path} holds no settings", "see: cskv recipes show smollm2-135m")
     for key, value in content.items():
-        if key in ("model", "revision"):
+        if key in _NAMES:
+            if not isinstance(value, str):
+                raise CskvError(f"{path}: {key} is {value!r}, not a name", f"write: {key}: NAME")
             continue
         if key not in STAGE_CONFIGS:
-            allowed = ", ".join(["model", "revision", *STAGE_CONFIGS])
+            allowed = ", ".join([*_NAMES, *STAGE_CONFIGS])
             raise CskvError(f"{path}: there is no stage {key!r}", f"keys are: {allowed}")
         checked(STAGE_CONFIGS[key], value or {}, f"{path}: {key}")
     return content

@@ -1,18 +1,21 @@
 """`cskv export`: a standalone checkpoint that `transformers` loads."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cskv_cli.checkpoint.base import BaseModel
-from cskv_cli.checkpoint.card import write_card
+from cskv_cli.checkpoint.card import PLACEHOLDER, Origin, card_text, shown_name, write_card
 from cskv_cli.checkpoint.load import load_tokenizer
 from cskv_cli.checkpoint.probe import check_supported, empty_model
 from cskv_cli.checkpoint.weights import require_disk
 from cskv_cli.checkpoint.writer import write_checkpoint
-from cskv_cli.config import ExportConfig
+from cskv_cli.config import ExportConfig, parse_size
 from cskv_cli.layout import Layout, load_layout
+from cskv_cli.measurements import Measurement
 from cskv_cli.memory import Shape, base_bytes, bytes_per_token, cache_bytes
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
@@ -30,7 +33,7 @@ def export(
     """
     folder = run.folder(source)
     layout = load_layout(folder)
-    dtype = getattr(torch, base.dtype if config.dtype == "auto" else config.dtype)
+    dtype = _dtype(base, config)
     needed = base.parameter_bytes * dtype.itemsize // getattr(torch, base.dtype).itemsize
     needed += sum(path.stat().st_size for path in folder.iterdir())
     require_disk(run.path, needed, "the exported checkpoint")
@@ -39,12 +42,60 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     with run.offload() as offload:
-        write_checkpoint(partial, base, layout, folder, dtype, offload, progress)
+        write_checkpoint(partial, base, layout, folder, dtype, parse_size(config.max_shard_size), offload, progress)
     report = describe(base, layout, dtype, run.manifest("init").report["relative_error"])
-    write_card(partial, base, layout, report)
+    write_card(partial, card_text(base, layout, report, origin(run, base, config, source)))
     if any((base.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         load_tokenizer(partial)
     return run.commit("export", partial, config, inputs, report)
+
+
+def preview_card(
+    run: Run,
+    base: BaseModel,
+    config: ExportConfig,
+    source: str,
+    measured: Sequence[Measurement] = (),
+    repo: str = PLACEHOLDER,
+) -> str:
+    """The card that the export from stage `source` gets in repository `repo`, with what was measured of it."""
+    layout = load_layout(run.folder(source))
+    report = describe(base, layout, _dtype(base, config), run.manifest("init").report["relative_error"])
+    return card_text(base, layout, report, origin(run, base, config, source, measured), repo)
+
+
+def origin(
+    run: Run, base: BaseModel, config: ExportConfig, source: str, measured: Sequence[Measurement] = ()
+) -> Origin:
+    """The recipe of an export, without the folders of this machine."""
+    stages = ["calibrate", "init"] + (["quantize"] if source == "quantize" else [])
+    settings = {stage: dict(run.manifest(stage).config) for stage in stages}
+    settings["export"] = config.model_dump(mode="json", exclude={"factors"})
+    texts = settings["calibrate"]["data"]
+    settings["calibrate"] |= {
+        "device": None,
+        "data": [text.rsplit("/", 1)[-1] if text[0] == "/" else text for text in texts],
+    }
+    for name in "kv":
+        if settings["init"][f"rank_{name}"] is not None:
+            del settings["init"][f"ratio_{name}"]
+    recipe = {"model": shown_name(base), "revision": base.revision} | settings
+    return Origin(
+        _without_empty(recipe), [text.split("#")[0].split(":")[0] for text in texts if _is_hub(text)], measured
+    )
+
+
+def _is_hub(text: str) -> bool:
+    return "/" in text and text[0] != "/"
+
+
+def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: value for key, value in kept.items() if value not in (None, [], {})}
+
+
+def _dtype(base: BaseModel, config: ExportConfig) -> torch.dtype:
+    return getattr(torch, base.dtype if config.dtype == "auto" else config.dtype)
 
 
 def describe(base: BaseModel, layout: Layout, dtype: torch.dtype, relative_error: dict[str, float]) -> dict:
