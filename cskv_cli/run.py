@@ -136,8 +136,10 @@ class Run:
         manifest = self.manifest(stage)
         if given or manifest is None:
             return kind(**given)
+        fields = kind.model_fields  # a default counts as not given: a rank beside the default ratio is no contradiction
+        chosen = {k: v for k, v in manifest.config.items() if k not in fields or v != fields[k].default}
         try:
-            return kind(**manifest.config)
+            return kind(**chosen)
         except ValidationError as error:
             path = self.folder(stage)
             raise CskvError(

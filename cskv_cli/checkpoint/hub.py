@@ -11,12 +11,12 @@ from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
+from cskv_cli.checkpoint.download import is_transport
 from cskv_cli.config import PushConfig
 from cskv_cli.errors import CskvError
 
 ATTEMPTS = 5
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
-_TRANSPORTS = {"httpx", "httpx2", "httpcore", "hf_xet"}  # whose errors mean that the connection failed
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN, or give --token"
 _AGAIN = "run the same command again: only what is missing is sent"
 _STALE = [
@@ -111,7 +111,7 @@ class Push:
             return retried(call, attempts)
         except Exception as error:
             cause = _cause(error)
-            if isinstance(cause, (HfHubHTTPError, OfflineModeIsEnabled)) or _is_transport(cause):
+            if isinstance(cause, (HfHubHTTPError, OfflineModeIsEnabled)) or is_transport(cause):
                 raise self._explained(cause) from None  # the cause may quote the request
             raise
 
@@ -159,11 +159,7 @@ def retried(call: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
 def _passes(error: BaseException) -> bool:
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in _TRANSIENT
-    return _is_transport(error) and not isinstance(error, OfflineModeIsEnabled)
-
-
-def _is_transport(error: BaseException) -> bool:
-    return isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.split(".")[0] in _TRANSPORTS
+    return is_transport(error) and not isinstance(error, OfflineModeIsEnabled)
 
 
 def _cause(error: BaseException) -> BaseException:

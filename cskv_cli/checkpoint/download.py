@@ -1,0 +1,59 @@
+"""Models from the Hugging Face Hub as local folders, each failure turned into one line."""
+
+from pathlib import Path
+
+from cskv_cli.errors import CskvError
+
+WHAT_TO_PASS = "pass a Hub id, a model folder or a .gguf file"
+_PATH_SUFFIXES = {".gguf", ".safetensors", ".bin", ".json", ".pt", ".pth"}
+_TRANSPORTS = {"httpx", "httpx2", "httpcore", "hf_xet"}  # whose errors mean that the connection failed
+
+
+def looks_like_path(source: str) -> bool:
+    """Whether it can only mean a local path, so that it is not looked up on the Hub."""
+    return (
+        source.startswith((".", "/", "~"))
+        or "\\" in source
+        or source.count("/") > 1
+        or Path(source).suffix.lower() in _PATH_SUFFIXES
+    )
+
+
+def download(source: str, revision: str | None, patterns: list[str] | None = None) -> Path:
+    """A snapshot of the files that match, each Hub failure turned into one line."""
+    from huggingface_hub import errors, snapshot_download
+
+    at = f"{source} at revision {revision}" if revision else source
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+    except errors.HFValidationError as error:
+        raise CskvError(f"{source}: no such file or folder, and not a Hub id", WHAT_TO_PASS) from error
+    except errors.GatedRepoError as error:
+        hint = f"ask for access at https://huggingface.co/{source}, then `hf auth login`"
+        raise CskvError(f"{source} is gated and your token has no access to it", hint) from error
+    except errors.RevisionNotFoundError as error:
+        raise CskvError(f"{source} has no revision {revision}", "check --revision on the model's page") from error
+    except errors.RepositoryNotFoundError as error:
+        hint = "check the spelling; for a private model, `hf auth login`"
+        raise CskvError(f"{source}: no such local path, and no such model on the Hub", hint) from error
+    except errors.LocalEntryNotFoundError as error:
+        hint = "connect (or unset HF_HUB_OFFLINE), or pass a local folder or a .gguf file"
+        raise CskvError(f"{at} is not in the local cache and the Hub cannot be reached", hint) from error
+    except errors.HfHubHTTPError as error:
+        if error.response.status_code != 401:
+            raise CskvError(f"{at} could not be downloaded: {_line(error)}", "run the command again") from error
+        hint = "check HF_TOKEN, which wins over `hf auth login`"
+        raise CskvError(f"{source} could not be read: the Hub does not accept your token", hint) from error
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_transport(error):
+            raise
+        raise CskvError(f"{at} could not be downloaded: {_line(error)}", "run the command again") from error
+
+
+def is_transport(error: BaseException) -> bool:
+    """Whether the connection failed, rather than the Hub saying no."""
+    return isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.split(".")[0] in _TRANSPORTS
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
