@@ -5,6 +5,7 @@ from pathlib import Path
 from cskv_cli.errors import CskvError
 
 WHAT_TO_PASS = "pass a Hub id, a model folder or a .gguf file"
+_AGAIN = "run the command again: what is here already is not fetched again"
 _PATH_SUFFIXES = {".gguf", ".safetensors", ".bin", ".json", ".pt", ".pth"}
 _TRANSPORTS = {"httpx", "httpx2", "httpcore", "hf_xet"}  # whose errors mean that the connection failed
 
@@ -37,17 +38,19 @@ def download(source: str, revision: str | None, patterns: list[str] | None = Non
         hint = "check the spelling; for a private model, `hf auth login`"
         raise CskvError(f"{source}: no such local path, and no such model on the Hub", hint) from error
     except errors.LocalEntryNotFoundError as error:
+        if isinstance(error.__cause__, errors.HfHubHTTPError):  # it was reached, and failed
+            raise CskvError(f"{at} could not be downloaded: {_line(error.__cause__)}", _AGAIN) from error
         hint = "connect (or unset HF_HUB_OFFLINE), or pass a local folder or a .gguf file"
         raise CskvError(f"{at} is not in the local cache and the Hub cannot be reached", hint) from error
     except errors.HfHubHTTPError as error:
         if error.response.status_code != 401:
-            raise CskvError(f"{at} could not be downloaded: {_line(error)}", "run the command again") from error
+            raise CskvError(f"{at} could not be downloaded: {_line(error)}", _AGAIN) from error
         hint = "check HF_TOKEN, which wins over `hf auth login`"
         raise CskvError(f"{source} could not be read: the Hub does not accept your token", hint) from error
     except Exception as error:
         if not isinstance(error, OSError) and not is_transport(error):
             raise
-        raise CskvError(f"{at} could not be downloaded: {_line(error)}", "run the command again") from error
+        raise CskvError(f"{at} could not be downloaded: {_line(error)}", _AGAIN) from error
 
 
 def is_transport(error: BaseException) -> bool:
