@@ -1,5 +1,8 @@
 """The Typer app: verbs only, so that `--help` imports no torch."""
 
+import json
+import platform
+from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -27,19 +30,31 @@ app.command("status")(status.status)
 app.add_typer(recipes.app, name="recipes")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"cskv {__version__}")
-        raise typer.Exit
+def about() -> dict[str, str | None]:
+    """Versions of what a bug may depend on; None for what is not installed. Imports none of it."""
+    found: dict[str, str | None] = {"cskv": __version__, "python": platform.python_version()}
+    found["platform"] = platform.platform()
+    for package in ("torch", "transformers", "huggingface_hub", "safetensors", "accelerate", "datasets", "gguf"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
 
 
-@app.callback()
+VERSION_HELP = "Show the version; with --json, of everything a bug may depend on."
+
+
+@app.callback(invoke_without_command=True)
 def _callback(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help=VERSION_HELP)] = False,
+    as_json: Annotated[bool, typer.Option("--json", hidden=True)] = False,
 ) -> None:
-    pass
+    if version:
+        typer.echo(json.dumps(about()) if as_json else f"cskv {__version__}")
+        raise typer.Exit
+    if as_json:
+        raise typer.BadParameter("--json goes behind the verb: cskv VERB --json")
 
 
 def main() -> None:

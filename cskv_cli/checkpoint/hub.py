@@ -28,14 +28,13 @@ Result = TypeVar("Result")
 
 
 class Push:
-    """A repository that this token may write to; it is created where it is missing.
+    """A repository to push to, in the name of whoever the token belongs to.
 
     Args:
         source: the base model as the user named it.
 
     Raises:
-        CskvError: no token, an unknown one or one that only reads; a name that is no Hub id; a repository that cannot
-            be created or written, or that is public where a private one is wanted; the Hub cannot be reached.
+        CskvError: no token, an unknown one or one that only reads; a name that is no Hub id; the Hub cannot be reached.
     """
 
     def __init__(self, config: PushConfig, source: str) -> None:
@@ -49,10 +48,13 @@ class Push:
                 "this token may only read", "make one that may write: https://huggingface.co/settings/tokens"
             )
         self.repo = self.repo or _checked_id(f"{user['name']}/{config.push or default_name(source)}")
-        self._claim()
 
-    def _claim(self) -> None:
-        """Make sure that the repository and the branch are there and may be written."""
+    def claim(self) -> None:
+        """Make sure that the repository and the branch may be written; they are created where they are missing.
+
+        Raises:
+            CskvError: they may not, or the repository is public where a private one is wanted.
+        """
         config = self.config
         if not config.create_pr:  # anyone who may read may open a pull request
             self._ask(lambda: self._api.create_repo(self.repo, private=config.private or None, exist_ok=True))

@@ -61,15 +61,15 @@ def compress(
     target = None if out is None else Out(out, here)
     push = PushConfig(**settings["push"])
     with here.lock():
-        remote = None if push.push is None or dry_run else Target(push, here, model)
+        remote = None if push.push is None else Target(push, here, model, dry=dry_run)
         pipeline = Pipeline(here, model, revision, settings, console)
         quantizes = _quantizes(bits, settings["quantize"], here)
         plan = _plan(pipeline, quantizes)
+        if remote is not None:
+            remote.check(pipeline)
         if dry_run:
             return _show_plan(plan, console)
         require_disk(run, plan["disk_bytes"], "the run")
-        if remote is not None:
-            remote.check(pipeline)
         factors = pipeline.init(pipeline.calibrate())
         if quantizes:
             factors = pipeline.quantize(factors)

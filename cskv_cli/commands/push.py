@@ -30,17 +30,20 @@ class Target:
 
     Args:
         model: the base model, where it is given; else the one that the run remembers.
+        dry: only ask who pushes; nothing is created.
 
     Raises:
         CskvError: the Hub would refuse.
     """
 
-    def __init__(self, config: PushConfig, run: Run, model: str | None) -> None:
+    def __init__(self, config: PushConfig, run: Run, model: str | None, dry: bool = False) -> None:
         from cskv_cli.checkpoint.hub import Push
 
         known = run.manifest("base")
         source = model or ("" if known is None else known.config["source"])
         self._push = Push(config, source)
+        if not dry:
+            self._push.claim()
 
     def check(self, pipeline: "Pipeline") -> None:
         """Let the Hub validate the metadata of the card to come."""

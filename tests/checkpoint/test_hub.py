@@ -262,7 +262,12 @@ def test_compress_pushes_and_a_recipe_may_name_the_repository(tiny, hub):
     assert not hub.repos  # a recipe alone does not upload
     assert compress(tiny, "--recipe", recipe, "--push")["pushed"]["repo"] == "me/from-recipe"
     assert compress(tiny, "--recipe", recipe, "--push", "me/from-flag")["pushed"]["repo"] == "me/from-flag"
-    assert compress(tiny, "--push", "--dry-run")["base_model"] and "me/base-cskv" not in hub.repos
+
+
+def test_a_dry_run_asks_who_pushes_and_creates_nothing(tiny, hub):
+    assert compress(tiny, "--push", "--dry-run")["base_model"] and not hub.repos
+    assert hub.routes() == ["whoami", "validate"]
+    assert "may only read" in compress(tiny, "--push", "--token", READER, "--dry-run", exit_code=1)["error"]
 
 
 def test_compress_asks_before_it_calibrates(tiny, hub):
