@@ -1,6 +1,7 @@
 """The only way to the terminal: results on stdout, everything else on stderr, nothing needless where no one looks."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -78,4 +79,13 @@ class Console:
     def result(self, content: dict[str, Any]) -> None:
         """The whole result, for --json."""
         if self.json:
-            print(json.dumps(content, ensure_ascii=False))
+            print(json.dumps(_finite(content), ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """With null for what is no finite number: JSON knows no other."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
