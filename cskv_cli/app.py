@@ -1,7 +1,9 @@
 """The Typer app: verbs only, so that `--help` imports no torch."""
 
 import json
+import os
 import platform
+import sys
 from importlib import metadata
 from typing import Annotated
 
@@ -59,4 +61,16 @@ def _callback(
 
 def main() -> None:
     """The `cskv` command."""
+    _open_streams()
     app()
+
+
+def _open_streams() -> None:
+    """Give standard streams that are closed a place to go, lest a file of ours take their number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115

@@ -69,9 +69,10 @@ class Console:
         """A table of the result; the first `texts` columns are text, the others are numbers."""
         if self.json:
             return
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        self._out.print(title, markup=False, soft_wrap=True)
+        table = Table(box=None, pad_edge=False, header_style="")
         for i, name in enumerate(header):
-            table.add_column(name, justify="left" if i < texts else "right")
+            table.add_column(name, justify="left" if i < texts else "right", overflow="fold")
         for row in rows:
             table.add_row(*map(str, row))
         self._out.print(table)

@@ -21,7 +21,7 @@ class PushCommand(TyperCommand):
 
 
 def _with_values(args: list[str]) -> Iterator[str]:
-    for argument, following in zip(args, [*args[1:], "-"], strict=True):
+    for argument, following in zip(args, [*args, "-"][1:], strict=True):
         yield "--push=" if argument == "--push" and following.startswith("-") else argument
 
 
