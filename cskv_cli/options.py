@@ -1,5 +1,6 @@
 """Turning a command function into a verb: flags from configs, the flags all verbs share, and errors into exit codes."""
 
+import errno
 import functools
 import inspect
 import logging
@@ -105,6 +106,8 @@ def _guarded(work: Callable[..., None], console: Console, debug: bool) -> None:
     except CskvError as error:
         _fail(console, error.message, error.hint, debug)
     except Exception as error:
+        if full := full_disk(error):
+            _fail(console, full, "free some space, then run the same command again: what is finished is kept", debug)
         _fail(console, f"{type(error).__name__}: {error}", "run it again with --debug for the whole story", debug)
 
 
@@ -114,6 +117,17 @@ def validation_message(error: ValidationError) -> str:
         f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg'].removeprefix('Value error, ')}"
         for e in error.errors()
     )
+
+
+def full_disk(error: BaseException | None) -> str | None:
+    """What to say if a full disk is behind a failure; libraries wrap it, or say it in words alone."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"the disk is full: {error.filename}" if error.filename else "the disk is full"
+        if "No space left on device" in str(error) or "os error 28" in str(error):
+            return "the disk is full"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _fail(console: Console, message: str, hint: str, debug: bool) -> None:

@@ -160,6 +160,8 @@ class Run:
         self, stage: str, partial: Path, config: StageConfig, inputs: dict[str, str], report: dict[str, Any]
     ) -> Manifest:
         """Turn a folder of finished files into the stage: manifest last, all on disk, then one rename."""
+        for left in partial.rglob(".*.tmp"):  # of a write that was cut short
+            left.unlink()
         files = {}
         for path in sorted(p for p in partial.rglob("*") if p.is_file() and p.name != MANIFEST):
             files[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": sha256(path)}

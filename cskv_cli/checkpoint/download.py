@@ -6,6 +6,7 @@ from cskv_cli.errors import CskvError
 
 WHAT_TO_PASS = "pass a Hub id, a model folder or a .gguf file"
 _AGAIN = "run the command again: what is here already is not fetched again"
+_TOKEN = "check HF_TOKEN, which wins over `hf auth login`"
 _PATH_SUFFIXES = {".gguf", ".safetensors", ".bin", ".json", ".pt", ".pth"}
 _TRANSPORTS = {"httpx", "httpx2", "httpcore", "hf_xet"}  # whose errors mean that the connection failed
 
@@ -45,8 +46,9 @@ def download(source: str, revision: str | None, patterns: list[str] | None = Non
     except errors.HfHubHTTPError as error:
         if error.response.status_code != 401:
             raise CskvError(f"{at} could not be downloaded: {_line(error)}", _AGAIN) from error
-        hint = "check HF_TOKEN, which wins over `hf auth login`"
-        raise CskvError(f"{source} could not be read: the Hub does not accept your token", hint) from error
+        raise CskvError(f"{source} could not be read: the Hub does not accept your token", _TOKEN) from error
+    except UnicodeEncodeError as error:  # of the header that the token goes into
+        raise CskvError(f"{source} could not be read: your token has characters that no token has", _TOKEN) from error
     except Exception as error:
         if not isinstance(error, OSError) and not is_transport(error):
             raise

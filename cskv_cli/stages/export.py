@@ -19,6 +19,7 @@ from cskv_cli.measurements import Measurement
 from cskv_cli.memory import Shape, base_bytes, bytes_per_token, cache_bytes
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
+from cskv_cli.stages.base import check_unchanged
 
 CARD_TOKENS = (4096, 32768, 131072)
 
@@ -47,6 +48,7 @@ def export(
     write_card(partial, card_text(base, layout, report, origin(run, base, config, source)))
     if any((base.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         load_tokenizer(partial)
+    check_unchanged(run, base)
     return run.commit("export", partial, config, inputs, report)
 
 

@@ -14,6 +14,11 @@ from tests.families import base_model
 from tests.hub import environment, local_hub
 
 SCRIPT = Path(__file__).with_name("load_hub.py")
+WRONG_TOKENS = {
+    STRANGER: "no such model on the Hub",
+    "hf_wrong": "does not accept your token",
+    "hf_géheim": "has characters",
+}
 FLAGS = "--rank-k", 9, "--rank-v", 12, "--window", 4, "--sinks", 2
 
 
@@ -46,10 +51,11 @@ def test_it_loads_by_name_at_a_commit_without_this_package(tiny, hub):
 def test_a_private_repository_and_a_wrong_token(tiny, hub, monkeypatch):
     compress(tiny, *FLAGS, "--push", "me/hidden", "--private")
     for verb in ("inspect", "eval"):
-        for token, reason in ((STRANGER, "no such model on the Hub"), ("hf_wrong", "does not accept your token")):
+        for token, reason in WRONG_TOKENS.items():
             monkeypatch.setenv("HF_TOKEN", token)
             failure = cskv(verb, "me/hidden", exit_code=1)
             assert reason in failure["error"] and "\n" not in failure["error"] and token not in str(failure)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "does not accept your token" in cskv("compress", "me/hidden", "--run", tiny / "x", exit_code=1)["error"]
     monkeypatch.setenv("HF_TOKEN", WRITER)
     ours = cskv("inspect", "me/hidden")
