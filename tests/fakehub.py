@@ -134,7 +134,10 @@ class Handler(BaseHTTPRequestHandler):
                 if failure.status is None:
                     self.close_connection = True
                     return self.connection.close()
-                return self.reply(failure.status, {"error": f"told to fail with {failure.status}"}, **failure.headers)
+                message = (
+                    f"told to fail with {failure.status} by {self.headers.get('Authorization')}"  # an indiscreet Hub
+                )
+                return self.reply(failure.status, {"error": message}, **failure.headers)
         self.body = self.rfile.read(length)
         self.server.log.append((route, detail))
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -40,19 +40,19 @@ def download(source: str, revision: str | None, patterns: list[str] | None = Non
         raise CskvError(f"{source}: no such local path, and no such model on the Hub", hint) from error
     except errors.LocalEntryNotFoundError as error:
         if isinstance(error.__cause__, errors.HfHubHTTPError):  # it was reached, and failed
-            raise CskvError(f"{at} could not be downloaded: {_line(error.__cause__)}", _AGAIN) from error
+            raise CskvError(f"{at} could not be downloaded: {reason(error.__cause__)}", _AGAIN) from error
         hint = "connect (or unset HF_HUB_OFFLINE), or pass a local folder or a .gguf file"
         raise CskvError(f"{at} is not in the local cache and the Hub cannot be reached", hint) from error
     except errors.HfHubHTTPError as error:
         if error.response.status_code != 401:
-            raise CskvError(f"{at} could not be downloaded: {_line(error)}", _AGAIN) from error
+            raise CskvError(f"{at} could not be downloaded: {reason(error)}", _AGAIN) from error
         raise CskvError(f"{source} could not be read: the Hub does not accept your token", _TOKEN) from error
     except UnicodeEncodeError as error:  # of the header that the token goes into
         raise CskvError(f"{source} could not be read: your token has characters that no token has", _TOKEN) from error
     except Exception as error:
         if not isinstance(error, OSError) and not is_transport(error):
             raise
-        raise CskvError(f"{at} could not be downloaded: {_line(error)}", _AGAIN) from error
+        raise CskvError(f"{at} could not be downloaded: {reason(error)}", _AGAIN) from error
 
 
 def is_transport(error: BaseException) -> bool:
@@ -60,5 +60,8 @@ def is_transport(error: BaseException) -> bool:
     return isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.split(".")[0] in _TRANSPORTS
 
 
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def reason(error: BaseException) -> str:
+    """Why the Hub failed, in its own words where it has some, in one line."""
+    said = getattr(error, "server_message", None) or str(error)
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
-from cskv_cli.checkpoint.download import is_transport
+from cskv_cli.checkpoint.download import is_transport, reason
 from cskv_cli.config import PushConfig
 from cskv_cli.errors import CskvError
 
@@ -74,7 +74,7 @@ class Push:
         try:
             self._ask(lambda: ModelCard(text).validate())
         except ValueError as error:
-            raise CskvError(f"the Hub refuses the model card: {_line(error)}", "see: cskv export --card") from error
+            raise CskvError(f"the Hub refuses the model card: {reason(error)}", "see: cskv export --card") from error
 
     def send(self, folder: Path, names: Iterable[str], card: str) -> dict[str, Any]:
         """Send these files of `folder`, with `card` as README.md; what the repository holds already is not sent.
@@ -121,22 +121,22 @@ class Push:
         """A failure of the Hub as one line; the token is in none of them."""
         repo = self.repo or "the Hub"
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        reason = (getattr(error, "server_message", None) or _line(error)).replace(self._token, "***")
+        why = reason(error).replace(self._token, "***")
         if isinstance(error, OfflineModeIsEnabled):
             return CskvError("the Hub cannot be asked: HF_HUB_OFFLINE is set", "unset it, or leave out --push")
         if status == 401:
             return CskvError(f"the Hub does not accept this token for {repo}", _LOG_IN)
         if status == 403:
             hint = "name a repository of yours with --push USER/NAME, or use a token that may write there"
-            return CskvError(f"this token may not write to {repo}: {reason}", hint)
+            return CskvError(f"this token may not write to {repo}: {why}", hint)
         if status == 404:
             hint = "check its name, that the token may see it, and that it exists (--create-pr needs one)"
-            return CskvError(f"{repo} is not on the Hub: {reason}", hint)
+            return CskvError(f"{repo} is not on the Hub: {why}", hint)
         if status == 429:
             return CskvError(f"the Hub asks to slow down (429) and {ATTEMPTS} tries were not enough", _AGAIN)
         if status is not None and status < 500:
-            return CskvError(f"the Hub refuses ({status}): {reason}", "check the flags of --push")
-        return CskvError(f"the Hub failed for {repo}: {reason}", _AGAIN)
+            return CskvError(f"the Hub refuses ({status}): {why}", "check the flags of --push")
+        return CskvError(f"the Hub failed for {repo}: {why}", _AGAIN)
 
 
 def default_name(source: str) -> str:
@@ -189,11 +189,5 @@ def _checked_id(repo: str) -> str:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise CskvError(f"{repo} is no Hub id: {_line(error)}", "write --push USER/NAME") from error
+        raise CskvError(f"{repo} is no Hub id: {reason(error)}", "write --push USER/NAME") from error
     return repo
-
-
-def _line(error: BaseException) -> str:
-    """The first line that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -180,22 +180,27 @@ def test_tokens(run, hub, monkeypatch):
     assert push(run, "--push", "--token", STRANGER)["pushed"]["repo"] == "you/base-cskv"
 
 
-@pytest.mark.parametrize("route", ["whoami", "create", "commit"])
+@pytest.mark.parametrize("route", ["whoami", "create", "commit", "info"])
 @pytest.mark.parametrize("debug", [[], ["--debug"]])
 def test_no_token_is_printed_or_written(run, hub, route, debug):
+    """Not even where the Hub repeats it."""
     hub.fail(route, 400)
-    result = CliRunner().invoke(app, ["export", "--run", str(run), "--push", "me/x", "--token", WRITER, *debug])
-    assert result.exit_code == 1
+    command = (
+        ["inspect", "me/x"] if route == "info" else ["export", "--run", str(run), "--push", "me/x", "--token", WRITER]
+    )
+    result = CliRunner().invoke(app, [*command, *debug])
+    assert result.exit_code == 1 and "told to fail" in result.output
     written = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
     assert not any(b"secret" in text for text in [result.output.encode(), *written])
 
 
 def test_a_repository_of_someone_else(run, hub):
     hub.add("you/theirs", run / "export")
+    shutil.rmtree(run / "export")
     failure = push(run, "--push", "you/theirs", exit_code=1)
     assert "may not write to you/theirs" in failure["error"] and "--push USER/NAME" in failure["hint"]
     assert "may not write to you/new" in push(run, "--push", "you/new", exit_code=1)["error"]
-    assert "create failed" not in hub.routes() and "you/new" not in hub.repos
+    assert not (run / "export").exists() and "you/new" not in hub.repos  # before the work
 
 
 def test_creation_is_forbidden_but_the_repository_is_writable(run, hub):
