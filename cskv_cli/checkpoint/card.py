@@ -133,14 +133,15 @@ def write_card(folder: Path, text: str) -> None:
 
 def front_matter(base: BaseModel, origin: Origin, title: str) -> str:
     """The card's metadata as YAML; keys that have no value are absent."""
+    results = eval_results(origin.measured)
     return ModelCardData(
-        model_name=title,
+        model_name=title if results else None,
         base_model=base.source if base.kind == "hub" else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["cskv", "kv-cache", "low-rank"],
         datasets=sorted(origin.datasets) or None,
-        eval_results=eval_results(origin.measured) or None,
+        eval_results=results or None,
         **_license(base),
     ).to_yaml()
 
