@@ -10,6 +10,19 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Bits = Literal[2, 3, 4, 8]
 
 
+def parse_size(text: str) -> int:
+    """Bytes of `5GB` or `2GiB`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    size = match and int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+    if not size:
+        raise ValueError(f"{text!r} is not a size: write 500MB, 5GB or 2GiB")
+    return size
+
+
 class StageConfig(BaseModel):
     """Settings of one stage. Unknown keys are refused, so that a misspelt recipe key is an error."""
 
@@ -124,6 +137,37 @@ class ExportConfig(StageConfig):
         "auto", description="Stage whose factors to export; auto is the last of them that was run."
     )
     dtype: Dtype = Field("auto", description="Precision of the exported weights; auto keeps the base model's.")
+    max_shard_size: str = Field("5GB", description="Largest shard of weights: 500MB, 5GB, 2GiB.")
+
+    @field_validator("max_shard_size")
+    @classmethod
+    def _is_a_size(cls, text: str) -> str:
+        parse_size(text)
+        return text
+
+
+class PushConfig(StageConfig):
+    """Where and how to push a checkpoint; not a stage, and never written anywhere."""
+
+    push: str | None = Field(
+        None,
+        description="Push to the Hub, to this repository or to <user>/<base>-cskv.",
+        json_schema_extra={"metavar": "[REPO]"},
+    )
+    private: bool = Field(False, description="Create the repository as a private one.")
+    branch: str | None = Field(None, description="Branch to push to, created where it is missing.")
+    commit_message: str = Field("Upload a CSKV checkpoint", min_length=1, description="Message of the commit.")
+    create_pr: bool = Field(False, description="Open a pull request instead of committing.")
+    token: str | None = Field(None, repr=False, description="Hub token; else HF_TOKEN or `hf auth login`.")
+
+    @model_validator(mode="after")
+    def _only_with_push(self) -> "PushConfig":
+        others = self.model_fields_set - {"push"}
+        if self.push is None and others:
+            raise ValueError(f"--{min(others).replace('_', '-')} needs --push")
+        if self.create_pr and self.branch:
+            raise ValueError("--create-pr is against main: drop --branch")
+        return self
 
 
 class EvalConfig(StageConfig):

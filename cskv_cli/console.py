@@ -1,6 +1,7 @@
 """The only way to the terminal: results on stdout, everything else on stderr, nothing needless where no one looks."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,9 +72,10 @@ class Console:
         """A table of the result; the first `texts` columns are text, the others are numbers."""
         if self.json:
             return
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        self._out.print(title, markup=False, soft_wrap=True)
+        table = Table(box=None, pad_edge=False, header_style="")
         for i, name in enumerate(header):
-            table.add_column(name, justify="left" if i < texts else "right")
+            table.add_column(name, justify="left" if i < texts else "right", overflow="fold")
         for row in rows:
             table.add_row(*map(str, row))
         self._out.print(table)
@@ -81,4 +83,13 @@ class Console:
     def result(self, content: dict[str, Any]) -> None:
         """The whole result, for --json."""
         if self.json:
-            print(json.dumps(content, ensure_ascii=False))
+            print(json.dumps(_finite(content), ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """With null for what is no finite number: JSON knows no other."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,9 +1,11 @@
 """Turning a command function into a verb: flags from configs, the flags all verbs share, and errors into exit codes."""
 
+import errno
 import functools
 import inspect
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -70,8 +72,11 @@ def verb(
 
 def _flag(name: str, field: Any) -> inspect.Parameter:
     kind, origin = field.annotation, typing.get_origin(field.annotation)
-    default = "" if field.default in (None, ()) else str(field.default)
-    option = typer.Option(f"--{name.replace('_', '-')}", help=field.description, show_default=default or False)
+    default = "" if field.default in (None, (), False) else str(field.default)
+    metavar = (field.json_schema_extra or {}).get("metavar")
+    option = typer.Option(
+        f"--{name.replace('_', '-')}", help=field.description, show_default=default or False, metavar=metavar
+    )
     if origin is tuple:
         return _parameter(name, Annotated[list[str] | None, option], None)
     if origin is types.UnionType:
@@ -105,6 +110,8 @@ def _guarded(work: Callable[..., None], console: Console, debug: bool) -> None:
     except CskvError as error:
         _fail(console, error.message, error.hint, debug)
     except Exception as error:
+        if full := full_disk(error):
+            _fail(console, full, "free some space, then run the same command again: what is finished is kept", debug)
         _fail(console, f"{type(error).__name__}: {error}", "run it again with --debug for the whole story", debug)
 
 
@@ -116,14 +123,31 @@ def validation_message(error: ValidationError) -> str:
     )
 
 
+def full_disk(error: BaseException | None) -> str | None:
+    """What to say if a full disk is behind a failure; libraries wrap it, or say it in words alone."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"the disk is full: {error.filename}" if error.filename else "the disk is full"
+        if "No space left on device" in str(error) or "os error 28" in str(error):
+            return "the disk is full"
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def _fail(console: Console, message: str, hint: str, debug: bool) -> None:
     if debug:
-        traceback.print_exc()
+        print(_redacted(traceback.format_exc()), file=sys.stderr)
     _say(console, message, hint)
     raise SystemExit(1) from None
 
 
+def _redacted(text: str) -> str:
+    """Without anything that looks like a Hub token: libraries quote headers in their complaints."""
+    return re.sub(r"\bhf_\w+", "hf_***", text)
+
+
 def _say(console: Console, message: str, hint: str) -> None:
+    message = _redacted(message)
     with suppress(OSError):  # stdout may be what failed
         console.result({"error": message, "hint": hint})
     console.fail(message, hint)

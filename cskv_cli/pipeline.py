@@ -162,10 +162,7 @@ class Pipeline:
         from cskv_cli.stages.export import export
 
         config = self.config("export", ExportConfig)
-        source = source or config.factors
-        if source == "auto":
-            made = (stage for stage in ("quantize", "finetune") if self.run.manifest(stage) is not None)
-            source = next(made, "init")
+        source = self._source(config, source)
         extras = self._digest(self.base.folder, extra_files(self.base.folder))
         inputs = {source: self.run.require(source).digest, "other files of the base": extras}
         return self._stage(
@@ -174,6 +171,27 @@ class Pipeline:
             inputs,
             lambda inputs: export(self.run, self.base, config, source, inputs, self.console.progress),
         )
+
+    def card(self, repo: str | None = None, source: str | None = None) -> str:
+        """The model card of the export from stage `source`, with what was measured of it.
+
+        The weights need not be exported yet.
+        """
+        from cskv_cli.checkpoint.card import PLACEHOLDER
+        from cskv_cli.measurements import measured
+        from cskv_cli.stages.export import preview_card
+
+        config = self.config("export", ExportConfig)
+        source = self._source(config, source)
+        self.run.require(source)
+        return preview_card(self.run, self.base, config, source, measured(self.run), repo or PLACEHOLDER)
+
+    def _source(self, config: ExportConfig, source: str | None) -> str:
+        source = source or config.factors
+        if source == "auto":
+            made = (stage for stage in ("quantize", "finetune") if self.run.manifest(stage) is not None)
+            source = next(made, "init")
+        return source
 
     def _stage(
         self, stage: str, config: StageConfig, inputs: dict[str, str], make: Callable[[dict[str, str]], Manifest]

@@ -15,6 +15,7 @@ STAGE_CONFIGS = {
     "quantize": QuantizeConfig,
     "export": ExportConfig,
 }
+_NAMES = ("model", "revision", "push")
 _HERE = Path(__file__).parent
 
 
@@ -45,7 +46,7 @@ def find(name: str) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """`{"model": ..., "revision": ..., stage: {setting: value}}`; every key is checked.
+    """`{"model": ..., "revision": ..., "push": REPO, stage: {setting: value}}`; every key is checked.
 
     Raises:
         CskvError: not YAML, or a key or value that no stage has.
@@ -59,10 +60,12 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CskvError(f"{path} holds no settings", "see: cskv recipes show smollm2-135m")
     for key, value in content.items():
-        if key in ("model", "revision"):
+        if key in _NAMES:
+            if not isinstance(value, str):
+                raise CskvError(f"{path}: {key} is {value!r}, not a name", f"write: {key}: NAME")
             continue
         if key not in STAGE_CONFIGS:
-            allowed = ", ".join(["model", "revision", *STAGE_CONFIGS])
+            allowed = ", ".join([*_NAMES, *STAGE_CONFIGS])
             raise CskvError(f"{path}: there is no stage {key!r}", f"keys are: {allowed}")
         checked(STAGE_CONFIGS[key], value or {}, f"{path}: {key}")
     return content

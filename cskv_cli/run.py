@@ -137,8 +137,10 @@ class Run:
         manifest = self.manifest(stage)
         if given or manifest is None:
             return kind(**given)
+        fields = kind.model_fields  # a default counts as not given: a rank beside the default ratio is no contradiction
+        chosen = {k: v for k, v in manifest.config.items() if k not in fields or v != fields[k].default}
         try:
-            return kind(**manifest.config)
+            return kind(**chosen)
         except ValidationError as error:
             path = self.folder(stage)
             raise CskvError(
@@ -164,6 +166,8 @@ class Run:
         """
         if not is_main():
             return Manifest(stage, _plain(config), inputs, {}, report)
+        for left in partial.rglob(".*.tmp"):  # of a write that was cut short
+            left.unlink()
         files = {}
         for path in sorted(p for p in partial.rglob("*") if p.is_file() and p.name != MANIFEST):
             files[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": sha256(path)}

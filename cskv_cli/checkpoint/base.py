@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cskv_cli.checkpoint.convert import BIN_INDEX_NAME, BIN_NAME, convert_bin, convert_gguf
+from cskv_cli.checkpoint.download import WHAT_TO_PASS, download, looks_like_path
 from cskv_cli.checkpoint.weights import (
     FLOAT_TYPES,
     INDEX_NAME,
@@ -23,9 +24,7 @@ Kind = Literal["hub", "folder", "gguf"]
 
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "README.md", "LICENSE*"]
 _FOREIGN_WEIGHTS = ["tf_model.h5", "flax_model.msgpack", "model.ckpt.index", "rust_model.ot"]
-_PATH_SUFFIXES = {".gguf", ".safetensors", ".bin", ".json", ".pt", ".pth"}
 _CAUSAL_NAMES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-_WHAT_TO_PASS = "pass a Hub id, a model folder or a .gguf file"
 
 
 @dataclass(frozen=True)
@@ -101,22 +100,13 @@ def resolve_base(source: str, *, revision: str | None, work_dir: Path) -> BaseMo
         if revision:
             raise CskvError(f"{source} is a local path: --revision {revision} needs a Hub id", "drop --revision")
         base = _from_path(source, path, work_dir)
-    elif _looks_like_path(source):
-        raise CskvError(f"{source}: no such file or folder", _WHAT_TO_PASS)
+    elif looks_like_path(source):
+        raise CskvError(f"{source}: no such file or folder", WHAT_TO_PASS)
     else:
         base = _from_hub(source, revision, work_dir)
     if not base.headers:
-        raise CskvError(f"{base.folder} has no weights", _WHAT_TO_PASS)
+        raise CskvError(f"{base.folder} has no weights", WHAT_TO_PASS)
     return base
-
-
-def _looks_like_path(source: str) -> bool:
-    return (
-        source.startswith((".", "/", "~"))
-        or "\\" in source
-        or source.count("/") > 1
-        or Path(source).suffix.lower() in _PATH_SUFFIXES
-    )
 
 
 def _from_path(source: str, path: Path, work_dir: Path) -> BaseModel:
@@ -140,11 +130,11 @@ def _from_gguf(source: str, file: Path, work_dir: Path) -> BaseModel:
 
 def _from_hub(source: str, revision: str | None, work_dir: Path) -> BaseModel:
     """Small files first, so that a model which cannot be compressed is refused before its weights are fetched."""
-    folder = _download(source, revision, _SMALL_FILES)
+    folder = download(source, revision, _SMALL_FILES)
     _check_config(folder, source)
     commit = folder.name
     for single, index in ((SINGLE_NAME, INDEX_NAME), (BIN_NAME, BIN_INDEX_NAME)):
-        _download(source, commit, ["config.json", *(shard_names(folder, single, index) or [single])])
+        download(source, commit, ["config.json", *(shard_names(folder, single, index) or [single])])
         if shard_names(folder, single, index):
             break
     return _with_safetensors(source, "hub", commit, folder, work_dir)
@@ -160,32 +150,7 @@ def _with_safetensors(source: str, kind: Kind, revision: str | None, folder: Pat
     foreign = [name for name in _FOREIGN_WEIGHTS if (folder / name).is_file()]
     if foreign:
         raise CskvError(f"{source} has only {foreign[0]}, no safetensors", "save it from PyTorch with save_pretrained")
-    raise CskvError(f"{source} has no weights (no {SINGLE_NAME}, no {INDEX_NAME})", _WHAT_TO_PASS)
-
-
-def _download(source: str, revision: str | None, patterns: list[str]) -> Path:
-    """A snapshot of the files that match, each Hub failure turned into one line."""
-    from huggingface_hub import errors, snapshot_download
-
-    at = f"{source} at revision {revision}" if revision else source
-    try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
-    except errors.HFValidationError as error:
-        raise CskvError(f"{source}: no such file or folder, and not a Hub id", _WHAT_TO_PASS) from error
-    except errors.GatedRepoError as error:
-        hint = f"ask for access at https://huggingface.co/{source}, then `hf auth login`"
-        raise CskvError(f"{source} is gated and your token has no access to it", hint) from error
-    except errors.RevisionNotFoundError as error:
-        raise CskvError(f"{source} has no revision {revision}", "check --revision on the model's page") from error
-    except errors.RepositoryNotFoundError as error:
-        hint = "check the spelling; for a private model, `hf auth login`"
-        raise CskvError(f"{source}: no such local path, and no such model on the Hub", hint) from error
-    except errors.LocalEntryNotFoundError as error:
-        hint = "connect (or unset HF_HUB_OFFLINE), or pass a local folder or a .gguf file"
-        raise CskvError(f"{at} is not in the local cache and the Hub cannot be reached", hint) from error
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CskvError(f"{at} could not be downloaded: {reason}", "run the command again") from error
+    raise CskvError(f"{source} has no weights (no {SINGLE_NAME}, no {INDEX_NAME})", WHAT_TO_PASS)
 
 
 def _check_config(folder: Path, source: str) -> None:
@@ -196,7 +161,7 @@ def _check_config(folder: Path, source: str) -> None:
             base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "its base model")
             hint = f"merge it into {base} first: peft's merge_and_unload(), then save_pretrained"
             raise CskvError(f"{source} is a PEFT adapter, not a model", hint)
-        hint = f"{_WHAT_TO_PASS} (from a GGUF repository, `hf download {source} FILE.gguf` it first)"
+        hint = f"{WHAT_TO_PASS} (from a GGUF repository, `hf download {source} FILE.gguf` it first)"
         raise CskvError(f"{source} is not a model: it has no config.json", hint)
     config = read_json(path)
     if "cskv" in config:
@@ -227,9 +192,9 @@ def _check_causal(config: dict[str, Any], source: str) -> None:
 
     kind = config.get("model_type")
     if not kind:
-        raise CskvError(f"{source}: config.json has no model_type", _WHAT_TO_PASS)
+        raise CskvError(f"{source}: config.json has no model_type", WHAT_TO_PASS)
     if kind not in CAUSAL or config.get("is_encoder_decoder"):
-        raise CskvError(f"{source}: transformers has no causal language model of type {kind}", _WHAT_TO_PASS)
+        raise CskvError(f"{source}: transformers has no causal language model of type {kind}", WHAT_TO_PASS)
     classes = config.get("architectures") or []
     if classes and not any(name == CAUSAL[kind] or name.endswith(_CAUSAL_NAMES) for name in classes):
-        raise CskvError(f"{source} is a {classes[0]}, not a causal language model", _WHAT_TO_PASS)
+        raise CskvError(f"{source} is a {classes[0]}, not a causal language model", WHAT_TO_PASS)

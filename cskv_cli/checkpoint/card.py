@@ -1,14 +1,21 @@
 """The model card of an exported checkpoint."""
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
-from cskv_cli import __version__
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.layout import Layout, span
+from cskv_cli.measurements import Measurement, eval_results, quality_rows
+from cskv_cli.run import versions
 
+PLACEHOLDER = "PATH_OR_REPO"
+_LICENSE_KEYS = ("license", "license_name", "license_link")
 _CARD = """---
 {front}
 ---
@@ -19,20 +26,46 @@ _CARD = """---
 ([CSKV](https://arxiv.org/abs/2409.10593)), those of the last {window} and the first {sinks} tokens exactly.
 The weights are the base model's own; {kept} of its cache are left per token.
 
+## Use
+
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("PATH_OR_REPO", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPO")
+model = AutoModelForCausalLM.from_pretrained("{repo}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{repo}")
 ```
 
+transformers 4.57.6 or newer; nothing else is needed. `generate`, batches, beams and chat work as with the base model.
+Pass `revision=` and `code_revision=` with a commit to pin both the weights and the code.
 Without `trust_remote_code` the same files load as the plain base model, with its full cache.
 
-| tokens | base cache | CSKV cache |
-|---|---|---|
-{memory}
+## Memory
 
-Latent channels per layer of {channels}: keys {rank_k}, values {rank_v}{bits}. Made with cskv {version}.
+Bytes of the cache of one sequence in {dtype}, in the {layers} layers that are compressed:
+
+| tokens | base cache | CSKV cache | left |
+|---|---|---|---|
+{memory}
+{quality}
+## How it was made
+
+Latent channels per layer of {channels}: keys {rank_k}, values {rank_v}{bits}.
+With this recipe and `cskv compress --recipe recipe.yaml`:
+
+```yaml
+{recipe}
+```
+
+Made with {versions}.
+
+## Limits
+
+- A prefill attends to exact keys and values; what is lost shows in tokens that are decoded after it. Benchmarks that
+  never decode (multiple choice, perplexity by one forward pass) show no loss, and say nothing about this cache.
+- Finding things in a long context suffers before perplexity does: measure on your own task.
+- A static, quantized or offloaded cache that is asked for by name replaces this one.
+
+## Citation
 
 ```bibtex
 @article{{wang2024cskv,
@@ -46,36 +79,99 @@ Latent channels per layer of {channels}: keys {rank_k}, values {rank_v}{bits}. M
 """
 
 
-def write_card(folder: Path, base: BaseModel, layout: Layout, report: dict[str, Any]) -> None:
-    """Write README.md; a local base is named by its folder alone, so that no path of this machine is in it."""
-    on_hub = base.kind == "hub"
-    name = base.source if on_hub else Path(base.source).name
-    data = ModelCardData(
-        base_model=base.source if on_hub else None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["cskv", "kv-cache", "low-rank"],
-    )
+@dataclass(frozen=True)
+class Origin:
+    """What a checkpoint was made by, and what was measured of it.
+
+    Attributes:
+        recipe: settings by stage, as in a recipe file.
+        datasets: Hub ids of the calibration text.
+        measured: what `cskv eval` found for exactly this checkpoint.
+    """
+
+    recipe: dict[str, Any]
+    datasets: Sequence[str] = ()
+    measured: Sequence[Measurement] = field(default_factory=tuple)
+
+
+def card_text(base: BaseModel, layout: Layout, report: dict[str, Any], origin: Origin, repo: str = PLACEHOLDER) -> str:
+    """The card; a local base is named by its folder or file alone, so that no path of this machine is in it."""
+    name = shown_name(base)
+    title = repo.rsplit("/", 1)[-1] if repo != PLACEHOLDER else f"{name.rsplit('/', 1)[-1].removesuffix('.gguf')}-cskv"
     per_token = report["cache_bytes_per_token"]
-    memory = "\n".join(
-        f"| {int(tokens):,} | {_megabytes(size['base'])} | {_megabytes(size['cskv'])} |"
+    on_hub = f"[{name}](https://huggingface.co/{name})"
+    memory = [
+        f"| {int(tokens):,} | {_megabytes(size['base'])} | {_megabytes(size['cskv'])} "
+        f"| {size['cskv'] / size['base']:.1%} |"
         for tokens, size in report["cache_bytes"].items()
-    )
-    text = _CARD.format(
-        front=data.to_yaml().strip(),
-        title=f"{Path(name).stem if base.kind == 'gguf' else name.rsplit('/', 1)[-1]}-cskv",
-        base=f"[{name}](https://huggingface.co/{name})" if on_hub else name,
+    ]
+    return _CARD.format(
+        front=front_matter(base, origin, title),
+        title=title,
+        repo=repo,
+        base=on_hub if base.kind == "hub" else name,
         window=layout.window,
         sinks=layout.sinks,
         kept=f"{per_token['cskv'] / per_token['base']:.1%}",
-        memory=memory,
+        dtype=report["dtype"],
+        layers=f"{len(layout.layers)} of {len(layout.rank_k)}",
+        memory="\n".join(memory),
+        quality=_quality(origin.measured),
         channels=report["channels"],
         rank_k=span(layout.rank_k),
         rank_v=span(layout.rank_v),
         bits=f"; {span(layout.bits_k)}-bit keys, {span(layout.bits_v)}-bit values" if layout.quantized else "",
-        version=__version__,
+        recipe=yaml.safe_dump(origin.recipe, sort_keys=False, allow_unicode=True).strip(),
+        versions=", ".join(f"{package} {version}" for package, version in versions().items()),
     )
+
+
+def write_card(folder: Path, text: str) -> None:
+    """Write it as README.md."""
     ModelCard(text).save(folder / "README.md")
+
+
+def front_matter(base: BaseModel, origin: Origin, title: str) -> str:
+    """The card's metadata as YAML; keys that have no value are absent."""
+    results = eval_results(origin.measured)
+    return ModelCardData(
+        model_name=title if results else None,
+        base_model=base.source if base.kind == "hub" else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["cskv", "kv-cache", "low-rank"],
+        datasets=sorted(origin.datasets) or None,
+        eval_results=results or None,
+        **_license(base),
+    ).to_yaml()
+
+
+def shown_name(base: BaseModel) -> str:
+    """The Hub id, or the last part of a local path."""
+    return base.source if base.kind == "hub" else Path(base.source).name
+
+
+def _license(base: BaseModel) -> dict[str, Any]:
+    """What the base's own card says of its licence."""
+    try:
+        metadata = metadata_load(base.folder / "README.md") or {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    found = {key: metadata[key] for key in _LICENSE_KEYS if metadata.get(key)}
+    if not isinstance(found.get("license"), (str, list)):
+        return {}
+    if isinstance(found["license"], str) and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", found["license"]):
+        return {"license": "other", "license_name": found["license"]}
+    return found
+
+
+def _quality(measured: Sequence[Measurement]) -> str:
+    """The section on what was measured; empty where nothing was."""
+    rows = [f"| {' | '.join(row)} |" for measurement in measured for row in quality_rows(measurement)]
+    if not rows:
+        return ""
+    head = "\n## Quality\n\nMeasured by `cskv eval` on these files, every token decoded from the compressed cache:\n\n"
+    return head + "\n".join(["| | base | CSKV |", "|---|---|---|", *rows]) + "\n"
 
 
 def _megabytes(size: float) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 BIN_NAME = "pytorch_model.bin"
 BIN_INDEX_NAME = "pytorch_model.bin.index.json"
 _RECORD_NAME = ".cskv-source.json"
-_FORMAT = 1  # raise it when a conversion would come out differently, so that old ones are made again
+_FORMAT = 2  # raise it when a conversion would come out differently, so that old ones are made again
 _WEIGHT_SUFFIXES = {".bin", ".safetensors", ".gguf", ".h5", ".msgpack", ".pt", ".pth", ".onnx"}
 _TAKE_SAFETENSORS = "start from the model's safetensors checkpoint instead"
 
@@ -128,6 +128,7 @@ def _build_from_gguf(file: Path, out: Path) -> str:
     config = read_json(out / "config.json")
     config.pop("_model_name_or_path", None)
     _write_json(out / "config.json", add_legacy_keys(config))
+    _save_license(reader, out)
     return f"GGUF {_main_type(reader)} weights were dequantized to float32"
 
 
@@ -159,6 +160,20 @@ def _refuse_lost_rope(file: Path, reader: "GGUFReader") -> None:
 def _field(reader: "GGUFReader", key: str) -> Any:
     field = reader.get_field(key)
     return None if field is None else field.contents()
+
+
+def _save_license(reader: "GGUFReader", out: Path) -> None:
+    """The licence as the front matter of a model card, where the file names one."""
+    from huggingface_hub import metadata_save
+
+    keys = {
+        "license": "general.license",
+        "license_name": "general.license.name",
+        "license_link": "general.license.link",
+    }
+    found = {name: _field(reader, key) for name, key in keys.items()}
+    if found["license"]:
+        metadata_save(out / "README.md", {name: value for name, value in found.items() if value})
 
 
 def _main_type(reader: "GGUFReader") -> str:

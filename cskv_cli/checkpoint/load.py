@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from cskv_cli.checkpoint.download import download, looks_like_path
 from cskv_cli.checkpoint.probe import model_class
 from cskv_cli.checkpoint.weights import read_headers, read_json
 from cskv_cli.errors import CskvError
@@ -13,33 +14,32 @@ from cskv_cli.layout import Layout, parse_layout
 from cskv_cli.memory import Shape
 
 
-def find_checkpoint(name: str) -> Path:
+def find_checkpoint(name: str, revision: str | None = None) -> Path:
     """A folder, or the Hub id of an exported checkpoint, as a local folder.
 
     Raises:
         CskvError: there is none, or it is not an export of cskv.
     """
     folder = Path(name).expanduser()
-    if not (folder / "config.json").exists():
-        folder = _download(name, folder)
-    if "cskv" not in read_json(folder / "config.json"):
-        raise CskvError(
-            f"{name} is not a CSKV checkpoint: its config.json has no cskv block", "run: cskv compress MODEL"
-        )
+    if folder.exists() or looks_like_path(name):
+        if revision is not None:
+            raise CskvError(f"{name} is a local path: --revision {revision} needs a Hub id", "drop --revision")
+        if not (folder / "config.json").exists():
+            raise CskvError(f"no checkpoint in {name}: there is no config.json", "run: cskv export")
+    else:
+        folder = download(name, revision, ["config.json"])
+        _check_export(folder, name)  # before its weights are fetched
+        folder = download(name, folder.name, None)
+    _check_export(folder, name)
     return folder
 
 
-def _download(name: str, folder: Path) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise CskvError(f"no checkpoint in {name}: there is no config.json", "run: cskv export")
-    try:
-        return Path(snapshot_download(name))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CskvError(f"no folder {name}, and no such model on the Hub ({reason})", "run: cskv export") from error
+def _check_export(folder: Path, name: str) -> None:
+    path = folder / "config.json"
+    if not path.exists() or "cskv" not in read_json(path):
+        raise CskvError(
+            f"{name} is not a CSKV checkpoint: its config.json has no cskv block", "run: cskv compress MODEL"
+        )
 
 
 def load_checkpoint(folder: Path, device: str, dtype: torch.dtype | str) -> PreTrainedModel:

@@ -177,8 +177,9 @@ def _float_chunks(path: Path) -> Iterator[tuple[str, "Tensor"]]:
 def file_hashes(paths: Iterable[Path], cache: Path) -> dict[str, str]:
     """File name -> sha256.
 
-    `cache` is a JSON file that remembers the hash of a file for as long as its path, size and modification
-    time stay the same. It may be absent or damaged: then everything is hashed again.
+    `cache` is a JSON file that remembers the hash of a file for as long as its path, size, times and inode stay the
+    same: a modification time can be set back, the others cannot. It may be absent or damaged: then everything is hashed
+    again.
     """
     try:
         known = read_json(cache)
@@ -187,12 +188,13 @@ def file_hashes(paths: Iterable[Path], cache: Path) -> dict[str, str]:
     before, hashes = dict(known), {}
     for path in paths:
         real, stat = str(path.resolve()), path.stat()
+        state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
         entry = known.get(real)
-        if not isinstance(entry, list) or entry[:2] != [stat.st_size, stat.st_mtime_ns]:
+        if not isinstance(entry, list) or entry[:-1] != state:
             with path.open("rb") as file:
-                entry = [stat.st_size, stat.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest()]
+                entry = [*state, hashlib.file_digest(file, "sha256").hexdigest()]
         known[real] = entry
-        hashes[path.name] = entry[2]
+        hashes[path.name] = entry[-1]
     if known != before:
         _replace_json(cache, known)
     return hashes

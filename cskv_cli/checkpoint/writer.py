@@ -5,22 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from cskv_cli import factors, modeling
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.convert import add_legacy_keys
 from cskv_cli.checkpoint.layers import in_memory, kv_projections, load_by_layer
 from cskv_cli.checkpoint.probe import model_class
+from cskv_cli.checkpoint.shards import write_shards
+from cskv_cli.checkpoint.weights import INDEX_NAME
 from cskv_cli.layout import Layout
 from cskv_cli.progress import Progress
 from cskv_cli.run import write_json
 
 ENTRY = "modeling_cskv"
-INDEX = "model.safetensors.index.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot"}
-_REPLACED = {"config.json", "README.md", INDEX, "pytorch_model.bin.index.json", "tf_model.h5.index.json"}
+_REPLACED = {"config.json", "README.md", INDEX_NAME, "pytorch_model.bin.index.json", "tf_model.h5.index.json"}
 
 
 def modeling_files() -> list[Path]:
@@ -34,6 +33,7 @@ def write_checkpoint(
     layout: Layout,
     factors_folder: Path,
     dtype: torch.dtype,
+    shard_bytes: int,
     offload: str,
     progress: Progress,
 ) -> None:
@@ -41,6 +41,7 @@ def write_checkpoint(
 
     Args:
         dtype: precision of the exported weights; the base's shards are copied byte for byte if it is theirs.
+        shard_bytes: largest shard; larger ones of the base are cut up.
         offload: an empty folder to work in.
     """
     config = config_json(base, layout, dtype)
@@ -48,7 +49,9 @@ def write_checkpoint(
     _copy_extras(base.folder, folder)
     for path in modeling_files():
         shutil.copyfile(path, folder / path.name)
-    _write_shards(folder, base, _factor_tensors(base, layout, factors_folder, dtype, offload), dtype, progress)
+    tensors = _factor_tensors(base, layout, factors_folder, dtype, offload)
+    conversion = None if str(dtype).removeprefix("torch.") == base.dtype else dtype
+    write_shards(folder, base.shards, tensors, conversion, shard_bytes, progress)
 
 
 def config_json(base: BaseModel, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
@@ -105,42 +108,3 @@ def _factor_tensors(
             if (bias := loaded.get(f"{name}.bias", biases[name])) is not None:
                 tensors[f"{prefix}_up.bias"] = bias
     return {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-
-
-def _write_shards(
-    folder: Path, base: BaseModel, tensors: dict[str, torch.Tensor], dtype: torch.dtype, progress: Progress
-) -> None:
-    """Shards `model-0000i-of-0000N`, the factors last, and the index over all of them."""
-    total = len(base.shards) + 1
-    names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
-    renamed = {path.name: name for path, name in zip(base.shards, names, strict=False)}
-    keep = str(dtype).removeprefix("torch.") == base.dtype
-    with progress.task("export", total, "shards") as advance:
-        for path in base.shards:
-            if keep:
-                shutil.copyfile(path, folder / renamed[path.name])
-            else:
-                _convert(path, folder / renamed[path.name], dtype)
-            advance(1)
-        save_file(tensors, folder / names[-1], metadata={"format": "pt"})
-        advance(1)
-    for name in names:  # the writer of safetensors leaves them readable by their owner alone
-        shutil.copymode(folder / "config.json", folder / name)
-    weight_map = {name: renamed[shard] for name, shard in base.weight_map.items()} | dict.fromkeys(tensors, names[-1])
-    size = sum(_data_bytes(folder / name) for name in names)
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / INDEX, index)
-
-
-def _convert(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy a shard with its floating tensors in another precision."""
-    with safe_open(source, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    converted = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    save_file(converted, target, metadata={"format": "pt"})
-
-
-def _data_bytes(path: Path) -> int:
-    """Bytes of a shard's tensors, without its header."""
-    with path.open("rb") as file:
-        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")

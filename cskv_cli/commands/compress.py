@@ -7,9 +7,10 @@ import typer
 
 from cskv_cli import recipes
 from cskv_cli.commands.out import Out
+from cskv_cli.commands.push import Target
 from cskv_cli.commands.quantize import UNQUANTIZED, BitsOption, QatOption, bits_settings
 from cskv_cli.commands.report import show_checkpoint
-from cskv_cli.config import CalibrateConfig, Dtype, FinetuneConfig, InitConfig, QuantizeConfig
+from cskv_cli.config import CalibrateConfig, Dtype, ExportConfig, FinetuneConfig, InitConfig, PushConfig, QuantizeConfig
 from cskv_cli.console import Console
 from cskv_cli.launch import is_main
 from cskv_cli.layout import span
@@ -26,6 +27,8 @@ OutOption = Annotated[Path | None, typer.Option("--out", help="Copy the finished
 ExportDtypeOption = Annotated[
     Dtype | None, typer.Option("--export-dtype", help="Precision of the exported weights.", show_default="the base's")
 ]
+SHARD_HELP = ExportConfig.model_fields["max_shard_size"].description
+ShardOption = Annotated[str | None, typer.Option("--max-shard-size", help=SHARD_HELP, show_default="5GB")]
 DryOption = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
 
 
@@ -41,6 +44,7 @@ FinetuneOption = Annotated[
     init=InitConfig,
     finetune=FinetuneConfig,
     quantize=QuantizeConfig,
+    push=PushConfig,
 )
 def compress(
     settings: Settings,
@@ -53,6 +57,7 @@ def compress(
     bits: BitsOption = None,
     qat: QatOption = False,
     export_dtype: ExportDtypeOption = None,
+    max_shard_size: ShardOption = None,
     dry_run: DryOption = False,
     run: RunOption = DEFAULT_RUN,
 ) -> None:
@@ -63,20 +68,25 @@ def compress(
     from cskv_cli.checkpoint.weights import require_disk
     from cskv_cli.pipeline import Pipeline
 
-    settings["export"] = {} if export_dtype is None else {"dtype": export_dtype}
+    exported = {"dtype": export_dtype, "max_shard_size": max_shard_size}
+    settings["export"] = {name: value for name, value in exported.items() if value is not None}
     settings["quantize"] = bits_settings(bits, settings["quantize"])
     _training_settings(finetune, qat, settings)
     if recipe is not None:
         model, revision, settings = _merge(recipe, model, revision, settings)
     here = Run(run)
     target = None if out is None else Out(out, here)
+    push = PushConfig(**settings["push"])
     with here.lock():
+        remote = None if push.push is None or not is_main() else Target(push, here, model, dry=dry_run)
         pipeline = Pipeline(here, model, revision, settings, console)
         wants = {
             "finetune": finetune != "none" and _wanted("finetune", settings["finetune"], here),
             "quantize": bits != UNQUANTIZED and _wanted("quantize", settings["quantize"], here),
         }
         plan = _plan(pipeline, wants)
+        if remote is not None:
+            remote.check(pipeline)
         if dry_run:
             return _show_plan(plan, console)
         require_disk(run, plan["disk_bytes"], "the run")
@@ -89,13 +99,16 @@ def compress(
         manifest = pipeline.export(factors.stage)
         if target is not None and is_main():
             target.deliver()
-    return show_checkpoint(console, here.folder("export") if out is None else out, manifest.report)
+        pushed = None if remote is None else remote.send(pipeline, manifest)
+    return show_checkpoint(console, here.folder("export") if out is None else out, manifest.report, pushed)
 
 
 def _merge(recipe: str, model: str | None, revision: str | None, flags: Settings) -> tuple:
     """The recipe's model and settings, with those given as flags in their place."""
     content = recipes.read(recipes.find(recipe))
-    settings = {}
+    settings = {"push": dict(flags["push"])}
+    if settings["push"].get("push") == "":  # the recipe names a repository, but only a flag pushes
+        settings["push"]["push"] = content.get("push") or ""
     for stage in recipes.STAGE_CONFIGS:
         given, ours = flags.get(stage, {}), content.get(stage) or {}
         said = {other for name in given for other in (name, _OTHER_WAY.get(name))}

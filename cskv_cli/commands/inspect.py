@@ -5,16 +5,18 @@ from typing import Any
 from cskv_cli.commands.eval import DEFAULT_CHECKPOINT, CheckpointArgument
 from cskv_cli.console import Console
 from cskv_cli.layout import span
-from cskv_cli.options import verb
+from cskv_cli.options import RevisionOption, verb
 
 
 @verb()
-def inspect(console: Console, checkpoint: CheckpointArgument = DEFAULT_CHECKPOINT) -> None:
+def inspect(
+    console: Console, checkpoint: CheckpointArgument = DEFAULT_CHECKPOINT, revision: RevisionOption = None
+) -> None:
     """Show what a checkpoint is: ranks, bits, window, bytes per token, and how many tokens fit in memory."""
     from cskv_cli.checkpoint.load import find_checkpoint
     from cskv_cli.stages.inspect import inspect as look
 
-    result = look(find_checkpoint(checkpoint))
+    result = look(find_checkpoint(checkpoint, revision))
     console.table(checkpoint, ("", ""), _rows(result), texts=2)
     console.line()
     console.table(

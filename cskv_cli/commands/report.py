@@ -7,8 +7,10 @@ from cskv_cli.console import Console
 from cskv_cli.layout import span
 
 
-def show_checkpoint(console: Console, folder: Path, report: dict[str, Any]) -> None:
-    """Cache bytes before and after, and the command to run next."""
+def show_checkpoint(
+    console: Console, folder: Path, report: dict[str, Any], pushed: dict[str, Any] | None = None
+) -> None:
+    """Cache bytes before and after, where it was pushed to, and the command to run next."""
     per_token, error = report["cache_bytes_per_token"], report["relative_error"]
     console.table(
         f"KV cache of {report['base_model']}",
@@ -27,4 +29,6 @@ def show_checkpoint(console: Console, folder: Path, report: dict[str, Any]) -> N
     when = " before training" if report["trained"] else ""
     console.line(f"Relative error on the calibration tokens{when}: keys {error['k']:.2%}, values {error['v']:.2%}")
     console.line(f"Checkpoint: {folder}   (next: cskv eval {folder})")
-    console.result({"checkpoint": str(folder), **report})
+    if pushed is not None:
+        console.line(f"Pushed to {pushed['repo']}: {pushed['pull_request'] or pushed['url']}")
+    console.result({"checkpoint": str(folder), **report} | ({} if pushed is None else {"pushed": pushed}))

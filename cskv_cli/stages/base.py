@@ -40,12 +40,16 @@ def open_base(run: Run, model: str | None, revision: str | None, progress: Progr
     if known is not None and revision is None:
         revision = known.config["revision"]
     base = resolve_base(source, revision=revision, work_dir=run.path / "converted")
-    weights = _digest(base.fingerprint(run.path / ".hashes.json"))
     if known is not None:
-        if known.inputs["weights"] != weights:
-            raise CskvError(f"{source} has changed since {run.path} was begun", "start a new one with --run DIR")
+        check_unchanged(run, base)
         return base, known
-    return base, _remember(run, base, source, weights, progress)
+    return base, _remember(run, base, source, _fingerprint(run, base), progress)
+
+
+def check_unchanged(run: Run, base: BaseModel) -> None:
+    """Raise CskvError unless the base's weights are those that the run was begun with."""
+    if run.manifest("base").inputs["weights"] != _fingerprint(run, base):
+        raise CskvError(f"{base.source} has changed since {run.path} was begun", "start a new one with --run DIR")
 
 
 def _remember(run: Run, base: BaseModel, source: str, weights: str, progress: Progress) -> Manifest:
@@ -66,5 +70,5 @@ def _absolute(model: str) -> str:
     return str(path.resolve()) if path.exists() else model
 
 
-def _digest(fingerprint: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
+def _fingerprint(run: Run, base: BaseModel) -> str:
+    return hashlib.sha256(json.dumps(base.fingerprint(run.path / ".hashes.json"), sort_keys=True).encode()).hexdigest()

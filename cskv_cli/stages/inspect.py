@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cskv_cli.checkpoint.weights import read_headers
+from cskv_cli.gates import COMPRESSION_TOKENS
 from cskv_cli.layout import Layout, parse_layout
 from cskv_cli.memory import Shape, base_bytes, bytes_per_token, cache_bytes
 from cskv_cli.stages.export import base_shape
@@ -23,24 +24,37 @@ def inspect(folder: Path) -> dict[str, Any]:
     Tokens are those of one sequence; memory for activations is not counted. Layers left as they are (their window
     bounds their cache) are not counted either.
     """
-    config = json.loads((folder / "config.json").read_text())
-    layout = parse_layout(config["cskv"], folder / "config.json")
+    config, layout, shape = _described(folder)
     headers = [header for tensors in read_headers(folder).values() for header in tensors.values()]
     weights = sum(header.end - header.start for header in headers)
-    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype"))
-    shape = base_shape(folder, layout, dtype)
     return {
         "model_type": config["model_type"],
         "layers": len(layout.rank_k),
         "compressed_layers": len(layout.layers),
         "channels": shape.channels,
         **layout.model_dump(mode="json", exclude={"version"}),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": _dtype(config),
         "weight_bytes": weights,
         "cache_bytes_per_token": {"base": base_bytes(shape, layout, 1), "cskv": bytes_per_token(shape, layout)},
         "tokens_that_fit": {f"{size} GB": _reach(shape, layout, size * 10**9 - weights) for size in MEMORIES},
         "paper_example": _paper_example(shape, layout),
     }
+
+
+def compression(folder: Path, tokens: int = COMPRESSION_TOKENS) -> float:
+    """Share of the bytes of the cache that is gone after `tokens` tokens, in the layers that are compressed."""
+    _, layout, shape = _described(folder)
+    return 1 - cache_bytes(shape, layout, tokens) / base_bytes(shape, layout, tokens)
+
+
+def _described(folder: Path) -> tuple[dict[str, Any], Layout, Shape]:
+    config = json.loads((folder / "config.json").read_text())
+    layout = parse_layout(config["cskv"], folder / "config.json")
+    return config, layout, base_shape(folder, layout, getattr(torch, _dtype(config)))
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    return config.get("dtype") or config["torch_dtype"]
 
 
 def _reach(shape: Shape, layout: Layout, room: float) -> dict[str, int]:

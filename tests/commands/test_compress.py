@@ -194,6 +194,11 @@ def test_the_export_dtype_is_remembered_and_planned(tiny):
     assert cskv("compress", "--run", tiny / "run") == first
 
 
+def test_ranks_are_remembered_beside_the_default_ratios(tiny):
+    first = compress(tiny, "--rank-k", 7)
+    assert first["rank_k"] == [7] * 4 and cskv("compress", "--run", tiny / "run") == first
+
+
 def test_a_damaged_stage_is_made_again_by_its_own_verb_with_its_settings(tiny):
     compress(tiny)
     before = digests(tiny / "run")
