@@ -1,6 +1,6 @@
 """One frozen config per stage: the source of its flags, its recipe keys and its manifest."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -81,8 +81,12 @@ class ExportConfig(StageConfig):
 
 
 class EvalConfig(StageConfig):
-    """`cskv eval`: text for perplexity, lists for retrieval."""
+    """`cskv eval`: what is scored, and by what budget a baseline compresses."""
 
+    ratio: tuple[float, ...] = Field(
+        (0.5,), description="Share of the cache that streaming-llm, h2o, asvd and svd-cache remove; each one is scored."
+    )
+    bits: tuple[int, ...] = Field((4,), description="Bits of kivi: 2, 3, 4 or 8; each one is scored.")
     data: tuple[str, ...] = Field(
         (), description="Text to score, as for calibrate; consecutive windows from its start. By default 'builtin'."
     )
@@ -93,3 +97,22 @@ class EvalConfig(StageConfig):
     seed: int = Field(0, description="Seed of the lists.")
     device: Device = Field("auto", description="Where to compute.")
     dtype: Dtype = Field("auto", description="Precision to compute in; auto is the checkpoint's.")
+
+    @field_validator("ratio")
+    @classmethod
+    def _ratios(cls, ratios: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 <= ratio < 1 for ratio in ratios):
+            raise ValueError("a ratio is the share removed: at least 0 and less than 1")
+        return ratios
+
+    @field_validator("bits")
+    @classmethod
+    def _bits(cls, bits: tuple[int, ...]) -> tuple[int, ...]:
+        if not set(bits) <= set(get_args(Bits)):
+            raise ValueError("bits are 2, 3, 4 or 8")
+        return bits
+
+    @field_validator("ratio", "bits", "data", mode="before")
+    @classmethod
+    def _one_or_several(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, str | int | float) else given

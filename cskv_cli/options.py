@@ -66,7 +66,8 @@ def verb(**configs: type[StageConfig]) -> Callable[[Callable[..., None]], Callab
 
 def _flag(name: str, field: Any) -> inspect.Parameter:
     kind, origin = field.annotation, typing.get_origin(field.annotation)
-    default = "" if field.default in (None, ()) else str(field.default)
+    values = field.default if origin is tuple else () if field.default is None else (field.default,)
+    default = ", ".join(map(str, values))
     option = typer.Option(f"--{name.replace('_', '-')}", help=field.description, show_default=default or False)
     if origin is tuple:
         return _parameter(name, Annotated[list[str] | None, option], None)

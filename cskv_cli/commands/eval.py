@@ -1,7 +1,6 @@
 """`cskv eval`."""
 
 import os
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,55 +8,94 @@ import typer
 
 from cskv_cli.config import EvalConfig
 from cskv_cli.console import Console
-from cskv_cli.options import DEFAULT_RUN, Settings, verb
+from cskv_cli.errors import CskvError
+from cskv_cli.options import DEFAULT_RUN, RunOption, Settings, verb
 
-
-class Task(StrEnum):
-    """What can be measured."""
-
-    perplexity = "perplexity"
-    retrieval = "retrieval"
-
-
+TASKS = ("perplexity", "retrieval")
+METHODS = ("cskv", "full", "streaming-llm", "h2o", "kivi", "asvd", "svd-cache")
 DEFAULT_CHECKPOINT = str(Path(os.environ.get("CSKV_RUN", DEFAULT_RUN)) / "export")
 CheckpointArgument = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder or Hub id of an export.")]
-TaskOption = Annotated[list[Task], typer.Option("--task", help="What to measure; may be given several times.")]
+MODELS_HELP = "Exports (folder or Hub id) with the same base; for baselines alone also a base model, as for compress."
+ModelsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="MODEL...", help=MODELS_HELP, show_default=DEFAULT_CHECKPOINT)
+]
+TaskOption = Annotated[
+    list[str], typer.Option("--task", help=f"What to measure, of {', '.join(TASKS)}; may be given several times.")
+]
+MethodOption = Annotated[
+    list[str],
+    typer.Option("--method", help=f"Whose cache to score, of {', '.join(METHODS)}; may be given several times."),
+]
 
 
 @verb(eval=EvalConfig)
 def evaluate(
     settings: Settings,
     console: Console,
-    checkpoint: CheckpointArgument = DEFAULT_CHECKPOINT,
-    task: TaskOption = [Task.perplexity],  # noqa: B006
+    model: ModelsArgument = None,
+    task: TaskOption = ["perplexity"],  # noqa: B006
+    method: MethodOption = ["cskv"],  # noqa: B006
+    run: RunOption = DEFAULT_RUN,
 ) -> None:
-    """Measure what the smaller cache costs, token by token as if decoded, beside the base model."""
+    """Measure what the smaller cache costs, token by token as if decoded, beside the base model and other methods.
+
+    The run directory is where asvd finds its calibration, and where a GGUF file is converted.
+    """
     config = EvalConfig(**settings["eval"])
-    from cskv_cli.checkpoint.load import find_checkpoint
-    from cskv_cli.stages.eval import evaluate as run
+    tasks, methods = _choices("--task", task, TASKS), _choices("--method", method, METHODS)
+    if "asvd" in methods and not (run / "calibrate" / "manifest.json").exists():
+        raise CskvError(f"asvd needs a calibration, and {run} has none", f"run: cskv calibrate MODEL --run {run}")
+    from cskv_cli.evaluation.subjects import find_subject
+    from cskv_cli.stages.eval import Job
+    from cskv_cli.stages.eval import evaluate as score
 
-    results = run(find_checkpoint(checkpoint), dict.fromkeys(task), config, console.progress)
-    for note in [note for result in results for note in result["notes"]]:
+    subjects = [find_subject(name, methods, run / "converted") for name in model or [DEFAULT_CHECKPOINT]]
+    results = score(Job(subjects, methods, config, console.progress, run / "calibrate"), tasks)
+    for note in dict.fromkeys(note for result in results for note in result["notes"]):
         console.warn(note)
-    size = results[0]["cache_bytes_per_token"]
-    rows = [row for result in results for row in ROWS[result["task"]](result)]
-    rows.append(("cache bytes per token", f"{size['base']:,}", f"{size['cskv']:,.0f}"))
-    console.table(checkpoint, ("", "base", "CSKV"), rows)
-    console.result(results[0] if len(results) == 1 else {"tasks": results})
+    for name in tasks:
+        _show(name, [result for result in results if result["task"] == name], console)
+    console.result({**(results[0] if len(results) == 1 else {}), "results": results})
 
 
-def _perplexity_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    base, cskv = (f"{result[name]['perplexity']:.2f}" for name in ("base", "cskv"))
-    return [
-        (f"perplexity of {result['tokens']:,} tokens", base, cskv),
-        ("KL per token", "0", f"{result['kl']:.4f}"),
-        ("same first choice", "100 %", f"{result['top1_agreement']:.1%}"),
-    ]
+def _choices(flag: str, given: list[str], allowed: tuple[str, ...]) -> list[str]:
+    """What was given, also separated by commas, each once."""
+    names = list(dict.fromkeys(name.strip() for text in given for name in text.split(",")))
+    if unknown := [name for name in names if name not in allowed]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(allowed)}", param_hint=flag)
+    return names
 
 
-def _retrieval_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    base, cskv = (f"{result[name]['score']:.0%}" for name in ("base", "cskv"))
-    return [(f"found in {result['cases']} lists of {result['entries']} entries", base, cskv)]
+def _show(task: str, results: list[dict[str, Any]], console: Console) -> None:
+    """A table of one task: the base, then a row for each method."""
+    first = results[0]
+    size = {name: first[f"{name}_bytes_per_token"]["base"] for name in ("cache", "held")}
+    rows = [("base", *COLUMNS[task](first, "base"), f"{size['cache']:,}", f"{size['held']:,.0f}")]
+    for result in results:
+        name = result["method"]
+        sizes = (result[f"{kind}_bytes_per_token"][name] for kind in ("cache", "held"))
+        rows.append((_label(result), *COLUMNS[task](result, name), *(f"{size:,.0f}" for size in sizes)))
+    header = (TITLES[task](first), *HEADERS[task], "bytes per token", "held here")
+    console.table(f"{task} of {', '.join(dict.fromkeys(result['model'] for result in results))}", header, rows)
 
 
-ROWS = {Task.perplexity: _perplexity_rows, Task.retrieval: _retrieval_rows}
+def _label(result: dict[str, Any]) -> str:
+    if result["method"] == "cskv":
+        return f"CSKV, {result['model']}"
+    budget = [f"{result[key]}{unit}" for key, unit in (("ratio", ""), ("bits", " bits")) if key in result]
+    return " ".join([result["method"], *budget])
+
+
+def _perplexity(result: dict[str, Any], name: str) -> tuple[str, ...]:
+    perplexity = f"{result[name]['perplexity']:.2f}"
+    if name == "base":
+        return perplexity, "0", "100 %"
+    return perplexity, f"{result['kl']:.4f}", f"{result['top1_agreement']:.1%}"
+
+
+HEADERS = {"perplexity": ("perplexity", "KL per token", "same first choice"), "retrieval": ("found",)}
+COLUMNS = {"perplexity": _perplexity, "retrieval": lambda result, name: (f"{result[name]['score']:.0%}",)}
+TITLES = {
+    "perplexity": lambda result: f"{result['tokens']:,} tokens",
+    "retrieval": lambda result: f"{result['cases']} lists of {result['entries']} entries",
+}
