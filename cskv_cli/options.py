@@ -68,7 +68,10 @@ def _flag(name: str, field: Any) -> inspect.Parameter:
     kind, origin = field.annotation, typing.get_origin(field.annotation)
     values = field.default if origin is tuple else () if field.default is None else (field.default,)
     default = ", ".join(map(str, values))
-    option = typer.Option(f"--{name.replace('_', '-')}", help=field.description, show_default=default or False)
+    long = name.replace("_", "-")
+    option = typer.Option(
+        f"--{long}/--no-{long}" if kind is bool else f"--{long}", help=field.description, show_default=default or False
+    )
     if origin is tuple:
         return _parameter(name, Annotated[list[str] | None, option], None)
     if origin is types.UnionType:

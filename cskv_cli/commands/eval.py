@@ -11,7 +11,8 @@ from cskv_cli.console import Console
 from cskv_cli.errors import CskvError
 from cskv_cli.options import DEFAULT_RUN, RunOption, Settings, verb
 
-TASKS = ("perplexity", "retrieval")
+TASKS = ("perplexity", "retrieval", "longeval", "longbench", "lveval", "mmlu")
+BENCHMARKS = TASKS[2:]
 METHODS = ("cskv", "full", "streaming-llm", "h2o", "kivi", "asvd", "svd-cache")
 DEFAULT_CHECKPOINT = str(Path(os.environ.get("CSKV_RUN", DEFAULT_RUN)) / "export")
 CheckpointArgument = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder or Hub id of an export.")]
@@ -20,7 +21,13 @@ ModelsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="MODEL...", help=MODELS_HELP, show_default=DEFAULT_CHECKPOINT)
 ]
 TaskOption = Annotated[
-    list[str], typer.Option("--task", help=f"What to measure, of {', '.join(TASKS)}; may be given several times.")
+    list[str],
+    typer.Option(
+        "--task",
+        metavar="TASK[:PATH]",
+        help=f"What to measure, of {', '.join(TASKS)}; may be given several times. PATH is a folder, archive or file "
+        "of the benchmark's own data, which else is fetched from the Hub (longeval: generated).",
+    ),
 ]
 MethodOption = Annotated[
     list[str],
@@ -42,7 +49,7 @@ def evaluate(
     The run directory is where asvd finds its calibration, and where a GGUF file is converted.
     """
     config = EvalConfig(**settings["eval"])
-    tasks, methods = _choices("--task", task, TASKS), _choices("--method", method, METHODS)
+    tasks, methods = _tasks(task), _choices("--method", method, METHODS)
     if "asvd" in methods and not (run / "calibrate" / "manifest.json").exists():
         raise CskvError(f"asvd needs a calibration, and {run} has none", f"run: cskv calibrate MODEL --run {run}")
     from cskv_cli.evaluation.subjects import find_subject
@@ -53,9 +60,21 @@ def evaluate(
     results = score(Job(subjects, methods, config, console.progress, run / "calibrate"), tasks)
     for note in dict.fromkeys(note for result in results for note in result["notes"]):
         console.warn(note)
-    for name in tasks:
+    for name, _ in tasks:
         _show(name, [result for result in results if result["task"] == name], console)
     console.result({**(results[0] if len(results) == 1 else {}), "results": results})
+
+
+def _tasks(given: list[str]) -> list[tuple[str, Path | None]]:
+    """Tasks in order, each once, with the path behind a colon."""
+    parts = dict(text.strip().partition(":")[::2] for texts in given for text in texts.split(","))
+    _choices("--task", list(parts), TASKS)
+    for name, path in parts.items():
+        if path and name not in BENCHMARKS:
+            raise typer.BadParameter(f"{name} takes no path", param_hint="--task")
+        if path and not Path(path).exists():
+            raise CskvError(f"{path}: no such file or folder", f"name the data of {name} behind --task {name}:")
+    return [(name, Path(path) if path else None) for name, path in parts.items()]
 
 
 def _choices(flag: str, given: list[str], allowed: tuple[str, ...]) -> list[str]:
@@ -93,9 +112,21 @@ def _perplexity(result: dict[str, Any], name: str) -> tuple[str, ...]:
     return perplexity, f"{result['kl']:.4f}", f"{result['top1_agreement']:.1%}"
 
 
+def _share(result: dict[str, Any], name: str) -> tuple[str, ...]:
+    return (f"{result[name]['score']:.0%}",)
+
+
+def _parts(result: dict[str, Any], name: str) -> tuple[str, ...]:
+    parts = result[name]["parts"]
+    means = [f"{part} {entry['score']:.1%}" for part, entry in parts.items()] if len(parts) <= MOST_PARTS else []
+    return f"{result[name]['score']:.1%}", "\n".join(means)
+
+
+MOST_PARTS = 12
 HEADERS = {"perplexity": ("perplexity", "KL per token", "same first choice"), "retrieval": ("found",)}
-COLUMNS = {"perplexity": _perplexity, "retrieval": lambda result, name: (f"{result[name]['score']:.0%}",)}
+HEADERS |= dict.fromkeys(BENCHMARKS, ("score", "of which"))
+COLUMNS = {"perplexity": _perplexity, "retrieval": _share} | dict.fromkeys(BENCHMARKS, _parts)
 TITLES = {
     "perplexity": lambda result: f"{result['tokens']:,} tokens",
     "retrieval": lambda result: f"{result['cases']} lists of {result['entries']} entries",
-}
+} | dict.fromkeys(BENCHMARKS, lambda result: f"{result['cases']:,} questions")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,8 +17,14 @@ from cskv_cli.evaluation import perplexity as text
 from cskv_cli.evaluation import retrieval as lists
 from cskv_cli.evaluation.methods import Method
 from cskv_cli.evaluation.subjects import Subject, load_methods
+from cskv_cli.evaluation.tasks import longbench as documents
+from cskv_cli.evaluation.tasks import longeval as records
+from cskv_cli.evaluation.tasks import lveval as mixed
+from cskv_cli.evaluation.tasks import mmlu as exams
+from cskv_cli.evaluation.tasks.generation import Question, answer_all, summarize
 from cskv_cli.progress import Progress
 
+DEFAULT_CASES = 100
 DEFAULT_DATA = ("builtin",)
 DEFAULT_DATA_NOTE = (
     "perplexity is of text that comes with Python, and calibration may have seen it: --data scores yours"
@@ -68,22 +75,25 @@ class Job:
         }
 
 
-def evaluate(job: Job, tasks: Sequence[str]) -> list[dict[str, Any]]:
+def evaluate(job: Job, tasks: Sequence[tuple[str, Path | None]]) -> list[dict[str, Any]]:
     """The results of each task, method by method; the base (the same weights, with the full cache) beside each.
 
     `cache_bytes_per_token` is what a token adds to a long cache; `held_bytes_per_token` what the caches held at the end
     of the task, from their tensors, over the tokens in them.
 
+    Args:
+        tasks: name and, for a benchmark, where its files are; None: on the Hub.
+
     Raises:
         CskvError: the text cannot be read, a model cannot be loaded, or the lists are too long for it.
     """
-    return [result for task in tasks for result in TASKS[task](job)]
+    return [result for name, source in tasks for result in TASKS[name](job, source)]
 
 
-def perplexity(job: Job) -> list[dict[str, Any]]:
+def perplexity(job: Job, source: Path | None) -> list[dict[str, Any]]:
     """Perplexity as if decoded, beside the base's, on consecutive windows from the start of the text."""
     config = job.config
-    sources = [parse_source(source) for source in config.data or DEFAULT_DATA]
+    sources = [parse_source(text) for text in config.data or DEFAULT_DATA]
     windows = evaluation_windows(sources, job.tokenizer, samples=config.samples, seq_len=config.seq_len)
     shared = {
         "samples": len(windows.ids),
@@ -98,18 +108,83 @@ def perplexity(job: Job) -> list[dict[str, Any]]:
     return results
 
 
-def retrieval(job: Job) -> list[dict[str, Any]]:
+def retrieval(job: Job, source: Path | None) -> list[dict[str, Any]]:
     """The share of values found in generated lists, read through the real caches."""
-    config = job.config
-    cases = lists.make_cases(config.entries, config.cases, config.seed)
+    config, count = job.config, job.config.cases or DEFAULT_CASES
+    cases = lists.make_cases(config.entries, count, config.seed)
     tallies = lists.compare(job.methods, job.tokenizer, cases, job.progress)
-    scores = {"entries": config.entries, "cases": config.cases, "base": {"score": tallies[0].score}, "notes": []}
+    shared = {"entries": config.entries, "cases": count, "notes": []}
+    return _beside_base(job, "retrieval", [{"score": tally.score} for tally in tallies], tallies, shared)
+
+
+def longeval(job: Job, source: Path | None) -> list[dict[str, Any]]:
+    """Lines found in LongEval records, generated or from the benchmark's files."""
+    config = job.config
+    if source is None:
+        questions = records.generate(config.lines, config.cases or DEFAULT_CASES, config.seed)
+    else:
+        questions = records.load(source, config.cases)
+    return _answers(job, "longeval", questions)
+
+
+def longbench(job: Job, source: Path | None) -> list[dict[str, Any]]:
+    """Five data sets of LongBench-E, by length."""
+    return _answers(job, "longbench", documents.load(source, job.config.cases))
+
+
+def lveval(job: Job, source: Path | None) -> list[dict[str, Any]]:
+    """LV-Eval at 16k."""
+    return _answers(job, "lveval", mixed.load(source, job.config.cases))
+
+
+def mmlu(job: Job, source: Path | None) -> list[dict[str, Any]]:
+    """MMLU with five examples; the score is the mean over all questions, as the benchmark's."""
+    subjects = exams.load(source, job.config.cases)
+    outcomes, parts, cut = exams.answer_all(job.methods, job.tokenizer, subjects, job.progress)
+    summaries = [summarize(outcome.scores, parts, [""] * len(parts)) for outcome in outcomes]
+    summaries = [
+        summary | {"score": fmean(outcome.scores)} for summary, outcome in zip(summaries, outcomes, strict=True)
+    ]
+    return _beside_base(job, "mmlu", summaries, outcomes, {"cases": len(parts), "cut": cut, "notes": _cut_note(cut)})
+
+
+def _answers(job: Job, task: str, questions: Sequence[Question]) -> list[dict[str, Any]]:
+    config = job.config
+    longest, chat = config.max_prompt, config.chat
+    outcomes, cut = answer_all(job.methods, job.tokenizer, questions, chat, longest, job.progress)
+    parts, buckets = ([getattr(question, what) for question in questions] for what in ("part", "bucket"))
+    summaries = [summarize(outcome.scores, parts, buckets) for outcome in outcomes]
+    shared = {"cases": len(questions), "cut": cut, "notes": _cut_note(cut)}
+    return _beside_base(job, task, summaries, outcomes, shared)
+
+
+def _cut_note(cut: int) -> list[str]:
+    return [f"{cut} prompts were longer than the model's context (or --max-prompt) and cut"] if cut else []
+
+
+def _beside_base(
+    job: Job, task: str, summaries: Sequence[dict[str, Any]], outcomes: Sequence[Any], shared: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Results of the methods asked for, from those of all methods, the first of which is the base."""
+    own = list(zip(job.methods, summaries, outcomes, strict=True))[-len(job.asked) :]
     return [
         job.result(
-            "retrieval", method, tally.held_bytes, score=tally.score, **scores, **{method.name: {"score": tally.score}}
+            task,
+            method,
+            outcome.held_bytes,
+            score=summary["score"],
+            **shared,
+            **{"base": summaries[0], method.name: summary},
         )
-        for method, tally in zip(job.asked, tallies[-len(job.asked) :], strict=True)
+        for method, summary, outcome in own
     ]
 
 
-TASKS = {"perplexity": perplexity, "retrieval": retrieval}
+TASKS = {
+    "perplexity": perplexity,
+    "retrieval": retrieval,
+    "longeval": longeval,
+    "longbench": longbench,
+    "lveval": lveval,
+    "mmlu": mmlu,
+}

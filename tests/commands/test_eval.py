@@ -137,3 +137,46 @@ def test_usage_errors_exit_with_2(export):
 def test_lists_too_long_are_one_clear_line(export):
     failure = cskv("eval", export, "--task", "retrieval", "--entries", 200, exit_code=1)
     assert "model 256" in failure["error"] and "--entries" in failure["hint"]
+
+
+@pytest.fixture
+def benchmarks(tiny):
+    """A few rows of each benchmark, in its own format."""
+    import json
+
+    text = (tiny / "text.txt").read_text().split()
+    row = {"input": "w1 w2", "context": " ".join(text[:400]), "answers": ["w3"], "length": 100}
+    for name, file in (("longbench", "qasper_e.jsonl"), ("lveval", "factrecall_en_16k.jsonl")):
+        (tiny / name).mkdir()
+        (tiny / name / file).write_text(json.dumps(row) + "\n" + json.dumps(row | {"context": "w5 w6"}) + "\n")
+    (tiny / "mmlu").mkdir()
+    for split in ("dev", "test"):
+        (tiny / "mmlu" / f"x_{split}.csv").write_text("w1 w2,w3,w4,w5,w6,A\nw7 w8,w3,w4,w5,w6,B\n")
+    return tiny
+
+
+def test_benchmarks_from_local_files(export, benchmarks):
+    tasks = ",".join(f"{name}:{benchmarks / name}" for name in ("longbench", "lveval", "mmlu"))
+    flags = "--method", "cskv,streaming-llm,h2o", "--lines", 2, "--cases", 2
+    results = cskv("eval", export, "--task", f"{tasks},longeval", *flags)["results"]
+    names = ["longbench", "lveval", "mmlu", "longeval"]
+    assert [r["task"] for r in results] == [name for name in names for _ in range(3)]
+    for result in results:
+        name = result["method"]
+        assert result["score"] == result[name]["score"] and result["cases"] == 2
+        assert 0 <= result["score"] <= 1 and 0 <= result["base"]["score"] <= 1
+        assert result["held_bytes_per_token"][name] < result["held_bytes_per_token"]["base"]
+    assert [r["cut"] for r in results[:6]] == [2, 2, 2, 1, 1, 1]  # the model's context is 256 tokens
+    assert "cut" in results[0]["notes"][0]
+    assert results[0]["cskv"]["parts"]["qasper"]["by_length"].keys() == {"0-4k"}
+    assert results[6]["base"]["parts"] == {"x": {"score": 0.5, "cases": 2}}  # all letters are one unknown token
+
+
+def test_a_benchmark_that_is_not_there_is_said_before_a_model_is_loaded(export, benchmarks, monkeypatch):
+    failure = cskv("eval", export, "--task", f"longbench:{benchmarks}/nothing", exit_code=1)
+    assert "no such file or folder" in failure["error"] and "--task longbench:" in failure["hint"]
+    failure = cskv("eval", export, "--task", f"longbench:{benchmarks}/mmlu", exit_code=1)
+    assert "holds none of qasper_e.jsonl" in failure["error"]
+    failure = cskv("eval", export, "--task", "longbench", exit_code=1)
+    assert "cannot be downloaded" in failure["error"]
+    cskv("eval", export, "--task", "perplexity:x", exit_code=2)
