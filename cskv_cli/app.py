@@ -5,7 +5,19 @@ from typing import Annotated
 import typer
 
 from cskv_cli import __version__
-from cskv_cli.commands import analyze, calibrate, compress, eval, export, init, inspect, quantize, recipes, status  # noqa: A004
+from cskv_cli.commands import (  # noqa: A004
+    analyze,
+    calibrate,
+    compress,
+    eval,
+    export,
+    init,
+    inspect,
+    quantize,
+    recipes,
+    status,
+    sweep,
+)
 
 app = typer.Typer(
     name="cskv",
@@ -17,6 +29,7 @@ app = typer.Typer(
 app.command("analyze")(analyze.analyze)
 app.command("compress")(compress.compress)
 app.command("eval")(eval.evaluate)
+app.command("sweep")(sweep.sweep)
 app.command("calibrate")(calibrate.calibrate)
 app.command("init")(init.init)
 app.command("quantize")(quantize.quantize)

@@ -55,6 +55,8 @@ def read(path: Path) -> dict[str, Any]:
     for key, value in content.items():
         if key in ("model", "revision"):
             continue
+        if key in ("eval", "baselines"):
+            raise CskvError(f"{path} is a recipe of a sweep", f"run: cskv sweep {path.stem}")
         if key not in STAGE_CONFIGS:
             allowed = ", ".join(["model", "revision", *STAGE_CONFIGS])
             raise CskvError(f"{path}: there is no stage {key!r}", f"keys are: {allowed}")

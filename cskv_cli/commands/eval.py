@@ -49,7 +49,7 @@ def evaluate(
     The run directory is where asvd finds its calibration, and where a GGUF file is converted.
     """
     config = EvalConfig(**settings["eval"])
-    tasks, methods = _tasks(task), _choices("--method", method, METHODS)
+    tasks, methods = parse_tasks(task), _choices("--method", method, METHODS)
     if "asvd" in methods and not (run / "calibrate" / "manifest.json").exists():
         raise CskvError(f"asvd needs a calibration, and {run} has none", f"run: cskv calibrate MODEL --run {run}")
     from cskv_cli.evaluation.subjects import find_subject
@@ -65,7 +65,7 @@ def evaluate(
     console.result({**(results[0] if len(results) == 1 else {}), "results": results})
 
 
-def _tasks(given: list[str]) -> list[tuple[str, Path | None]]:
+def parse_tasks(given: list[str]) -> list[tuple[str, Path | None]]:
     """Tasks in order, each once, with the path behind a colon."""
     parts = dict(text.strip().partition(":")[::2] for texts in given for text in texts.split(","))
     _choices("--task", list(parts), TASKS)

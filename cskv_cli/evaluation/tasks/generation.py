@@ -57,7 +57,7 @@ class Outcome:
 
 
 def summarize(scores: Sequence[float], parts: Sequence[str], buckets: Sequence[str]) -> dict[str, Any]:
-    """The mean of each part, of its buckets, and over the parts."""
+    """The mean of each part and of its buckets, and the means of these over the parts."""
     summary: dict[str, Any] = {}
     for part in dict.fromkeys(parts):
         mine = [(score, b) for score, p, b in zip(scores, parts, buckets, strict=True) if p == part]
@@ -65,7 +65,11 @@ def summarize(scores: Sequence[float], parts: Sequence[str], buckets: Sequence[s
         if any(bucket for _, bucket in mine):
             names = sorted({bucket for _, bucket in mine})
             summary[part]["by_length"] = {name: fmean(s for s, bucket in mine if bucket == name) for name in names}
-    return {"score": fmean(entry["score"] for entry in summary.values()), "parts": summary}
+    lengths = [entry["by_length"] for entry in summary.values() if "by_length" in entry]
+    names = sorted({name for means in lengths for name in means})
+    over = {name: fmean(means[name] for means in lengths if name in means) for name in names}
+    score = {"score": fmean(entry["score"] for entry in summary.values()), "parts": summary}
+    return score | ({"by_length": over} if over else {})
 
 
 def answer_all(

@@ -86,3 +86,7 @@ def test_summary_is_the_mean_of_the_parts():
     assert summary["score"] == pytest.approx((1 / 3 + 0.5) / 2)
     assert summary["parts"]["a"] == {"score": pytest.approx(1 / 3), "cases": 3, "by_length": {"0-4k": 1, "8k+": 0}}
     assert summary["parts"]["b"] == {"score": 0.5, "cases": 1}
+    assert summary["by_length"] == {"0-4k": 1, "8k+": 0}
+    summary = summarize([1, 0, 0.5], ["a", "a", "b"], ["0-4k", "8k+", "0-4k"])
+    assert summary["by_length"] == {"0-4k": 0.75, "8k+": 0}
+    assert "by_length" not in summarize([1], ["a"], [""])
