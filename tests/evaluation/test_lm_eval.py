@@ -64,6 +64,6 @@ def test_generation_reads_the_compressed_cache_and_log_likelihood_does_not(tiny,
     models = load_checkpoint(export, "cpu", torch.float32), load_base(base, "cpu", torch.float32)
     for model, found in zip(models, (ours, theirs), strict=True):
         for question, ((answer,),) in zip(QUESTIONS, found["tiny_generation"], strict=True):
-            ids = torch.tensor([tokenizer(question)["input_ids"]])
+            ids = torch.tensor([ending(question)["input_ids"]])
             tokens = model.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=1)[0, 30:]
-            assert answer.split() == tokenizer.decode(tokens, skip_special_tokens=True).split()
+            assert answer.split() == ending.decode(tokens, skip_special_tokens=True).split()
