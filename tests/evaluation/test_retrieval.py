@@ -8,6 +8,7 @@ import torch
 from cskv_cli.errors import CskvError
 from cskv_cli.evaluation import retrieval
 from cskv_cli.evaluation.decoding import Decoded, decode
+from cskv_cli.evaluation.held import held_bytes
 from cskv_cli.evaluation.methods import by_ratio, cskv, eagerly, full, kivi
 from cskv_cli.evaluation.prefill import read
 from cskv_cli.evaluation.retrieval import ANSWER_TOKENS, Case, compare, is_right, make_cases
@@ -114,6 +115,22 @@ def test_a_padded_batch_filled_from_one_prefill_answers_as_each_row_alone(name, 
     method = METHODS[name](model)
     found = answer(method, DOCUMENTS, QUESTIONS).tolist()
     assert found == [greedy_alone(method, *row) for row in zip(DOCUMENTS, QUESTIONS, strict=True)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_cache_filled_from_a_prefill_holds_what_a_forward_leaves_in_it(name):
+    method = METHODS[name](compressed(base_model("Gemma3"), truncated(9), rank=9, window=8, sinks=2))
+    ids = tokens(2, 40, seed=7)
+    with eagerly(method.model, method.reads_attention), torch.inference_mode():
+        filled = read(method.model, ids.tolist(), method.reads_attention).fill(method.model, method.new_cache())
+    other = method.new_cache()
+    with method.ready(), torch.inference_mode():
+        decoding.run(method.model, ids, other, mask=torch.ones_like(ids))
+    pairs = list(zip(decoding.held_tensors(filled), decoding.held_tensors(other), strict=True))
+    assert len(pairs) >= 8
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs)
+    assert held_bytes(filled) <= held_bytes(other)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3"])

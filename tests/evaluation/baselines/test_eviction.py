@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cskv_cli.evaluation import methods
+from cskv_cli.evaluation.baselines.cache import received_attention
 from cskv_cli.evaluation.baselines.eviction import FEWEST, capacity
 from cskv_cli.evaluation.baselines.streaming_llm import SINKS
 from cskv_cli.evaluation.held import held_bytes
@@ -123,6 +124,15 @@ def test_bytes_are_the_budgets(name, scores):
     held = 20 * (2 * 32 * 4 + scores) + 8  # 20 tokens of keys and values, and how many they are
     assert held_bytes(cache) == 4 * held
     assert method.token_bytes == pytest.approx(4 * 0.2 * (2 * 32 * 4 + scores))
+
+
+def test_received_attention_counts_real_queries_and_averages_a_group():
+    weights = torch.rand(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))  # 3 queries after 2 tokens
+    received = received_attention(weights, 2, torch.tensor([0, 3]), past=2)
+    for row, first in enumerate((0, 1)):  # in the second row the query at 2 is padding
+        for head in range(2):
+            expected = sum(weights[row, 2 * head + g, q] for g in range(2) for q in range(first, 3)) / 2
+            torch.testing.assert_close(received[row, head], expected)
 
 
 def test_capacity():
