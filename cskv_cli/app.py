@@ -22,6 +22,7 @@ from cskv_cli.commands import (
     quantize,
     recipes,
     status,
+    sweep,
 )
 from cskv_cli.commands.push import PushCommand
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command("analyze")(analyze.analyze)
 app.command("compress", cls=PushCommand)(compress.compress)
 app.command("eval")(eval.evaluate)
+app.command("sweep")(sweep.sweep)
 app.command("calibrate")(calibrate.calibrate)
 app.command("init")(init.init)
 app.command("finetune")(finetune.finetune)

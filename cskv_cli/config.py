@@ -1,9 +1,9 @@
 """One frozen config per stage: the source of its flags, its recipe keys and its manifest."""
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -171,15 +171,51 @@ class PushConfig(StageConfig):
 
 
 class EvalConfig(StageConfig):
-    """`cskv eval`: text for perplexity, lists for retrieval."""
+    """`cskv eval`: what is scored, and by what budget a baseline compresses."""
 
+    ratio: tuple[float, ...] = Field(
+        (0.5,), description="Share of the cache that streaming-llm, h2o, asvd and svd-cache remove; each one is scored."
+    )
+    bits: tuple[int, ...] = Field((4,), description="Bits of kivi: 2, 3, 4 or 8; each one is scored.")
     data: tuple[str, ...] = Field(
         (), description="Text to score, as for calibrate; consecutive windows from its start. By default 'builtin'."
     )
     samples: int = Field(16, ge=1, description="Windows of text.")
     seq_len: int = Field(1024, ge=2, description="Tokens in a window.")
     entries: int = Field(60, ge=2, le=10_000, description="Entries in a list of keys and values.")
-    cases: int = Field(100, ge=1, description="Lists, with one question each.")
-    seed: int = Field(0, description="Seed of the lists.")
+    lines: tuple[PositiveInt, ...] = Field((200,), description="Lines of a longeval record; each length is scored.")
+    cases: int | None = Field(
+        None,
+        ge=1,
+        description="Lists of retrieval, records of longeval of each length (by default 100); questions of each data "
+        "set of a benchmark (by default all).",
+    )
+    max_prompt: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of a benchmark's prompt; longer ones are cut in the middle. By default what the model's "
+        "context holds.",
+    )
+    chat: bool = Field(True, description="Put benchmark prompts into the model's chat template, if it has one.")
+    seed: int = Field(0, description="Seed of the lists and records.")
     device: Device = Field("auto", description="Where to compute.")
     dtype: Dtype = Field("auto", description="Precision to compute in; auto is the checkpoint's.")
+
+    @field_validator("ratio")
+    @classmethod
+    def _ratios(cls, ratios: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 <= ratio < 1 for ratio in ratios):
+            raise ValueError("a ratio is the share removed: at least 0 and less than 1")
+        return ratios
+
+    @field_validator("bits")
+    @classmethod
+    def _bits(cls, bits: tuple[int, ...]) -> tuple[int, ...]:
+        if not set(bits) <= set(get_args(Bits)):
+            raise ValueError("bits are 2, 3, 4 or 8")
+        return bits
+
+    @field_validator("ratio", "bits", "lines", "data", mode="before")
+    @classmethod
+    def _one_or_several(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, str | int | float) else given

@@ -72,10 +72,15 @@ def verb(
 
 def _flag(name: str, field: Any) -> inspect.Parameter:
     kind, origin = field.annotation, typing.get_origin(field.annotation)
-    default = "" if field.default in (None, (), False) else str(field.default)
+    values = field.default if origin is tuple else () if field.default in (None, False) else (field.default,)
+    default = ", ".join(map(str, values))
     metavar = (field.json_schema_extra or {}).get("metavar")
+    long = name.replace("_", "-")
     option = typer.Option(
-        f"--{name.replace('_', '-')}", help=field.description, show_default=default or False, metavar=metavar
+        f"--{long}/--no-{long}" if kind is bool else f"--{long}",
+        help=field.description,
+        show_default=default or False,
+        metavar=metavar,
     )
     if origin is tuple:
         return _parameter(name, Annotated[list[str] | None, option], None)

@@ -163,3 +163,23 @@ def _depth_colors(layers: list[int]) -> "ScalarMappable":
 
     visible = ListedColormap(colormaps["viridis"](torch.linspace(0, 0.92, 256).numpy()))  # its yellow end is too pale
     return ScalarMappable(Normalize(min(layers) - 0.5, max(layers) + 0.5), visible)
+
+
+def plot_tradeoff(
+    path: Path, title: str, curves: Mapping[str, list[tuple[float, float]]], more_is_better: bool
+) -> None:
+    """Quality against the bytes that a cache holds per token, a line for each method."""
+    from matplotlib import colormaps
+
+    with page(path, height=3.2) as figure:
+        ax = figure.subplots()
+        colors = colormaps["viridis"].resampled(max(len(curves), 2))
+        for index, (name, points) in enumerate(curves.items()):
+            marker = "os^Dv<>ph*X+"[index % 12]
+            ax.plot(
+                *zip(*points, strict=True), marker=marker, color=colors(index), label=name, markersize=4, linewidth=1
+            )
+        ax.set(xscale="log", xlabel="Bytes held per token", ylabel=title.capitalize())
+        if not more_is_better:
+            ax.set_yscale("log")
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))

@@ -64,6 +64,8 @@ def read(path: Path) -> dict[str, Any]:
             if not isinstance(value, str):
                 raise CskvError(f"{path}: {key} is {value!r}, not a name", f"write: {key}: NAME")
             continue
+        if key in ("eval", "baselines"):
+            raise CskvError(f"{path} is a recipe of a sweep", f"run: cskv sweep {path.stem}")
         if key not in STAGE_CONFIGS:
             allowed = ", ".join([*_NAMES, *STAGE_CONFIGS])
             raise CskvError(f"{path}: there is no stage {key!r}", f"keys are: {allowed}")

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from cskv_cli.checkpoint.download import download, looks_like_path
+from cskv_cli.checkpoint.layers import compressible_layers
 from cskv_cli.checkpoint.probe import model_class
 from cskv_cli.checkpoint.weights import read_headers, read_json
 from cskv_cli.errors import CskvError
@@ -57,6 +58,12 @@ def load_checkpoint(folder: Path, device: str, dtype: torch.dtype | str) -> PreT
     return model.to(device).eval()
 
 
+def load_base(folder: Path, device: str, dtype: torch.dtype | str) -> PreTrainedModel:
+    """The base model in `folder`, ready to score."""
+    disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in `folder`.
 
@@ -79,5 +86,5 @@ def layout_of(model: PreTrainedModel) -> Layout:
 
 def shape_of(model: PreTrainedModel) -> Shape:
     """What the base caches per token and layer."""
-    attention = model.model.layers[layout_of(model).layers[0]].self_attn
+    attention = model.model.layers[compressible_layers(model.config)[0]].self_attn
     return Shape(model.config.num_key_value_heads * attention.head_dim, model.dtype.itemsize)

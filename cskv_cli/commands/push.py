@@ -54,6 +54,6 @@ class Target:
 
     def send(self, pipeline: "Pipeline", export: Manifest) -> dict[str, Any]:
         """Push the files of the finished export and its card; see `Push.send`."""
-        source = "quantize" if "quantize" in export.inputs else "init"
+        source = next(stage for stage in ("quantize", "finetune", "init") if stage in export.inputs)
         card = pipeline.card(self._push.repo, source)
         return self._push.send(pipeline.run.folder("export"), export.files, card)

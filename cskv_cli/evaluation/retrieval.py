@@ -1,24 +1,25 @@
 """Retrieval: one value is asked for out of a list of `key: value` entries, which is what a long cache is for.
 
-The list is read in one forward, as a prompt is. The question is then given token by token and answered greedily, so
-that every token after the list reads it as decoding does. (A prompt in one forward, question and all, would show no
-loss in the first token of the answer: prefill is exact. A question in one forward would see more exact tokens.)
+The list is read in one forward, as a prompt is, and only once for all methods. The question is then given token by
+token and answered greedily, so that every token after the list reads it as decoding does. (A prompt in one forward,
+question and all, would show no loss in the first token of the answer: prefill is exact. A question in one forward would
+see more exact tokens.)
 """
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
-import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cskv_cli.data.tokens import leading_bos
 from cskv_cli.errors import CskvError
-from cskv_cli.modeling.cskv_cache import CSKVCache
-from cskv_cli.modeling.modeling_cskv import CACHE
+from cskv_cli.evaluation.decoding import decode
+from cskv_cli.evaluation.held import held_bytes
+from cskv_cli.evaluation.methods import Method, eagerly
+from cskv_cli.evaluation.prefill import Prefill, read
 from cskv_cli.progress import SILENT, Progress
 
 ANSWER_TOKENS = 8  # five digits at one token each, and what may come before them
@@ -81,44 +82,68 @@ def tokenize(cases: list[Case], tokenizer: PreTrainedTokenizerBase) -> list[Prom
     return [Prompt(begin + ids(case.document), ids(case.question), case.value) for case in cases]
 
 
+@dataclass
+class Tally:
+    """What a method answered.
+
+    Attributes:
+        held_bytes: of its caches after the answers, per token in them.
+    """
+
+    cases: int = 0
+    right: int = 0
+    tokens: int = 0
+    held: int = 0
+
+    @property
+    def score(self) -> float:
+        """The share of right answers."""
+        return self.right / self.cases
+
+    @property
+    def held_bytes(self) -> float:
+        """See the class."""
+        return self.held / self.tokens
+
+
 def compare(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cases: list[Case], progress: Progress = SILENT
-) -> dict[str, dict[str, float]]:
-    """The share of cases that a CSKV model answers rightly, with the base's cache and with its own.
+    methods: list[Method], tokenizer: PreTrainedTokenizerBase, cases: list[Case], progress: Progress = SILENT
+) -> list[Tally]:
+    """What each method answers; all of them have the same base weights.
 
     Raises:
         CskvError: a list is longer than the model's context.
     """
     prompts = tokenize(cases, tokenizer)
-    _check_length(prompts, model)
-    caches = {"base": lambda: DynamicCache(config=model.config), "cskv": lambda: CSKVCache(model.config)}
-    with progress.task("answer", len(caches) * len(prompts), "questions") as advance:
-        return {
-            name: {"score": _score(model, tokenizer, prompts, new_cache, advance)} for name, new_cache in caches.items()
-        }
+    _check_length(prompts, methods[0].model.config)
+    tallies = [Tally() for _ in methods]
+    attention = any(method.reads_attention for method in methods)
+    with progress.task("answer", len(methods) * len(prompts), "questions") as advance:
+        for batch in _batches(prompts):
+            with eagerly(methods[0].model, attention):
+                prefill = read(methods[0].model, [prompt.document for prompt in batch], attention)
+            for method, tally in zip(methods, tallies, strict=True):
+                _answer(method, tokenizer, prefill, batch, tally)
+                advance(len(batch))
+    return tallies
 
 
-def _check_length(prompts: list[Prompt], model: PreTrainedModel) -> None:
+def _answer(
+    method: Method, tokenizer: PreTrainedTokenizerBase, prefill: Prefill, batch: list[Prompt], tally: Tally
+) -> None:
+    decoded = decode(method, prefill, [prompt.question for prompt in batch], ANSWER_TOKENS)
+    answers = tokenizer.batch_decode(decoded.tokens, skip_special_tokens=True)
+    tally.cases += len(batch)
+    tally.right += sum(is_right(text, prompt.value) for text, prompt in zip(answers, batch, strict=True))
+    tally.tokens += len(batch) * max(layer.get_seq_length() for layer in decoded.cache.layers)
+    tally.held += held_bytes(decoded.cache)
+
+
+def _check_length(prompts: list[Prompt], config: PretrainedConfig) -> None:
     longest = max(len(prompt.document) + len(prompt.question) for prompt in prompts) + ANSWER_TOKENS
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and longest > limit:
         raise CskvError(f"a list takes {longest:,} tokens, the model {limit:,}", "give fewer --entries")
-
-
-def _score(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Prompt],
-    new_cache: Callable[[], Cache],
-    advance: Callable[[int], None],
-) -> float:
-    right = 0
-    for batch in _batches(prompts):
-        tokens = answer(model, new_cache(), [p.document for p in batch], [p.question for p in batch])
-        answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        right += sum(is_right(text, prompt.value) for text, prompt in zip(answers, batch, strict=True))
-        advance(len(batch))
-    return right / len(prompts)
 
 
 def _batches(prompts: list[Prompt]) -> Iterator[list[Prompt]]:
@@ -128,36 +153,3 @@ def _batches(prompts: list[Prompt]) -> Iterator[list[Prompt]]:
         rest = list(group)
         rows = max(1, BATCH_TOKENS // max(len(prompt.document) for prompt in rest))
         yield from (rest[start : start + rows] for start in range(0, len(rest), rows))
-
-
-@torch.inference_mode()
-def answer(
-    model: PreTrainedModel, cache: Cache, documents: list[list[int]], questions: list[list[int]]
-) -> torch.Tensor:
-    """Read the documents into an empty cache, then the questions token by token, and answer greedily.
-
-    Args:
-        documents: token ids; shorter ones are padded on the left.
-        questions: token ids, all of the same length.
-
-    Returns:
-        Token ids [rows, ANSWER_TOKENS].
-    """
-    longest = max(map(len, documents))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in documents], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in documents], device=model.device)
-    _read(model, cache, ids, mask)
-    tokens = list(torch.tensor(questions, device=model.device).unbind(1))
-    for i in range(len(tokens) + ANSWER_TOKENS - 1):
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        logits = _read(model, cache, tokens[i][:, None], mask)
-        if i + 1 == len(tokens):
-            tokens.append(logits.argmax(-1))
-    return torch.stack(tokens[-ANSWER_TOKENS:], dim=1)
-
-
-def _read(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Logits [rows, vocabulary] after the last of ids [rows, new]; mask [rows, tokens so far] is 0 on padding."""
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, CACHE: cache}
-    return model(ids, use_cache=True, logits_to_keep=1, **inputs).logits[:, -1]

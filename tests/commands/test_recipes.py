@@ -12,8 +12,9 @@ def test_ours_are_listed_shown_and_copied(tmp_path):
     for name in listed:
         text = cskv("recipes", "show", name)["text"]
         assert text == recipes.find(name).read_text()
-        assert f"cskv compress --recipe {name}" in text
-        recipes.read(recipes.find(name))
+        if "paper-" not in name:  # those are of sweeps
+            assert f"cskv compress --recipe {name}" in text
+            recipes.read(recipes.find(name))
     copied = cskv("recipes", "cp", "smollm2-135m", tmp_path)["file"]
     assert recipes.read(tmp_path / "smollm2-135m.yaml") == recipes.read(recipes.find(copied))
     assert "exists" in cskv("recipes", "cp", "smollm2-135m", tmp_path, exit_code=1)["error"]

@@ -4,14 +4,18 @@ import re
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from cskv_cli.errors import CskvError
 from cskv_cli.evaluation import retrieval
-from cskv_cli.evaluation.retrieval import ANSWER_TOKENS, Case, answer, compare, is_right, make_cases
-from cskv_cli.modeling.cskv_cache import CSKVCache
+from cskv_cli.evaluation.decoding import Decoded, decode
+from cskv_cli.evaluation.held import held_bytes
+from cskv_cli.evaluation.methods import by_ratio, cskv, eagerly, full, kivi
+from cskv_cli.evaluation.prefill import read
+from cskv_cli.evaluation.retrieval import ANSWER_TOKENS, Case, compare, is_right, make_cases
+from cskv_cli.modeling.modeling_cskv import CACHE
 from tests.families import base_model, compressed, truncated
-from tests.modeling.decoding import decode, tokens
+from tests.modeling import decoding
+from tests.modeling.decoding import tokens
 
 DOCUMENTS = [tokens(31, seed=1).tolist(), tokens(24, seed=2).tolist(), tokens(5, seed=3).tolist()]
 QUESTIONS = [tokens(6, seed=seed).tolist() for seed in (4, 5, 6)]
@@ -75,39 +79,75 @@ def test_the_first_number_counts_and_all_of_it(text, right):
     assert is_right(text, "12345") == right
 
 
-def greedy_alone(model, cache, document, question):
-    """The answer of a loop over one unpadded row."""
-    decode(model, torch.tensor([document]), [len(document)], cache=cache)
-    given = list(question)
-    for i in range(len(question) + ANSWER_TOKENS - 1):
-        logits = decode(model, torch.tensor([given[i : i + 1]]), [1], cache=cache)
-        if i >= len(question) - 1:
-            given.append(logits[0, -1].argmax().item())
+def answer(method, documents, questions):
+    with eagerly(method.model, method.reads_attention):
+        prefill = read(method.model, documents, method.reads_attention)
+    return decode(method, prefill, questions, ANSWER_TOKENS).tokens
+
+
+def greedy_alone(method, document, question):
+    """The answer of a loop over one unpadded row, which fills the method's own cache by a forward."""
+    model, cache = method.model, method.new_cache()
+    with method.ready():
+        decoding.decode(model, torch.tensor([document]), [len(document)], cache=cache)
+        given = list(question)
+        for i in range(len(question) + ANSWER_TOKENS - 1):
+            logits = decoding.decode(model, torch.tensor([given[i : i + 1]]), [1], cache=cache)
+            if i >= len(question) - 1:
+                given.append(logits[0, -1].argmax().item())
     return given[len(question) :]
 
 
-@pytest.mark.parametrize("kind", ["base", "cskv"])
-def test_a_padded_batch_answers_as_each_row_alone(kind):
-    model = compressed(base_model("Llama:bias"), truncated(9), rank=9, window=8, sinks=2)
-    new_cache = {"base": lambda: DynamicCache(config=model.config), "cskv": lambda: CSKVCache(model.config)}[kind]
-    found = answer(model, new_cache(), DOCUMENTS, QUESTIONS).tolist()
-    assert found == [greedy_alone(model, new_cache(), *row) for row in zip(DOCUMENTS, QUESTIONS, strict=True)]
+METHODS = {
+    "full": full,
+    "cskv": cskv,
+    "streaming-llm": lambda model: by_ratio("streaming-llm", model, 0.5),
+    "h2o": lambda model: by_ratio("h2o", model, 0.5),
+    "svd-cache": lambda model: by_ratio("svd-cache", model, 0.5),
+    "kivi": lambda model: kivi(model, 8),
+}
+
+
+@pytest.mark.parametrize("family", ["Llama:bias", "Gemma3"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_padded_batch_filled_from_one_prefill_answers_as_each_row_alone(name, family):
+    model = compressed(base_model(family), truncated(9), rank=9, window=8, sinks=2)
+    method = METHODS[name](model)
+    found = answer(method, DOCUMENTS, QUESTIONS).tolist()
+    assert found == [greedy_alone(method, *row) for row in zip(DOCUMENTS, QUESTIONS, strict=True)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_cache_filled_from_a_prefill_holds_what_a_forward_leaves_in_it(name):
+    method = METHODS[name](compressed(base_model("Gemma3"), truncated(9), rank=9, window=8, sinks=2))
+    ids = tokens(2, 40, seed=7)
+    with eagerly(method.model, method.reads_attention), torch.inference_mode():
+        filled = read(method.model, ids.tolist(), method.reads_attention).fill(method.model, method.new_cache())
+    other = method.new_cache()
+    with method.ready(), torch.inference_mode():
+        decoding.run(method.model, ids, other, mask=torch.ones_like(ids))
+    pairs = list(zip(decoding.held_tensors(filled), decoding.held_tensors(other), strict=True))
+    assert len(pairs) >= 8
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs)
+    assert held_bytes(filled) <= held_bytes(other)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3"])
 def test_at_full_rank_the_answer_is_the_base_models(family):
     base = base_model(family)
     model = compressed(base, window=8, sinks=2)
-    expected = answer(base, DynamicCache(config=base.config), DOCUMENTS, QUESTIONS)
-    assert torch.equal(answer(model, CSKVCache(model.config), DOCUMENTS, QUESTIONS), expected)
-    assert torch.equal(answer(model, DynamicCache(config=model.config), DOCUMENTS, QUESTIONS), expected)
+    expected = answer(full(base), DOCUMENTS, QUESTIONS)
+    assert torch.equal(answer(cskv(model), DOCUMENTS, QUESTIONS), expected)
+    assert torch.equal(answer(full(model), DOCUMENTS, QUESTIONS), expected)
 
 
-def test_the_first_token_of_the_answer_is_read_from_the_compressed_cache():
+@pytest.mark.parametrize("name", ["cskv", "streaming-llm"])
+def test_the_first_token_of_the_answer_is_read_from_the_compressed_cache(name):
     """A prompt in one forward, question and all, would show no loss there."""
     model = compressed(base_model("Llama"), truncated(3), rank=3, window=1, sinks=0)
-    exact = answer(model, DynamicCache(config=model.config), DOCUMENTS, QUESTIONS)
-    assert (answer(model, CSKVCache(model.config), DOCUMENTS, QUESTIONS) != exact)[:, 0].any()
+    exact = answer(full(model), DOCUMENTS, QUESTIONS)
+    assert (answer(METHODS[name](model), DOCUMENTS, QUESTIONS) != exact)[:, 0].any()
 
 
 def test_only_the_documents_are_read_in_one_forward_and_positions_begin_at_their_first_token():
@@ -119,9 +159,20 @@ def test_only_the_documents_are_read_in_one_forward_and_positions_begin_at_their
         positions.append(kwargs["position_ids"][:, -1].tolist())
 
     model.model.register_forward_pre_hook(spy, with_kwargs=True)
-    answer(model, CSKVCache(model.config), DOCUMENTS, QUESTIONS)
+    answer(cskv(model), DOCUMENTS, QUESTIONS)
     assert sizes == [31] + [1] * (len(QUESTIONS[0]) + ANSWER_TOKENS - 1)
     assert positions[:3] == [[30, 23, 4], [31, 24, 5], [32, 25, 6]]
+
+
+def test_a_prompt_alone_goes_on_as_generate_does_and_stops_at_the_end():
+    model = base_model("Llama")
+    ids = torch.tensor(DOCUMENTS[:1])
+    expected = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :].tolist()
+    prefill = read(model, DOCUMENTS[:1])
+    assert decode(full(model), prefill, [[]], 12).tokens[0].tolist() == expected
+    end = expected[5]
+    stopped = decode(full(model), prefill, [[]], 12, stop={end}).tokens[0].tolist()
+    assert stopped == expected[: expected.index(end) + 1]
 
 
 class Digits:
@@ -143,19 +194,36 @@ def test_score_of_forced_answers(monkeypatch, wrong):
     known = {tuple(Digits()(case.document)["input_ids"]): case.value for case in cases}
     bad = {case.value for case in cases[:wrong]}
 
-    def forced(model, cache, documents, questions):
-        values = [known[tuple(document)] for document in documents]
-        if isinstance(cache, CSKVCache):
+    def forced(method, prefill, questions, count):
+        values = [known[tuple(document)] for document in prefill]
+        if method.name == "cskv":
             values = ["00000" if value in bad else value for value in values]
-        return [[ord(c) for c in f" {value}\n"] for value in values]
+        return Decoded([[ord(c) for c in f" {value}\n"] for value in values], None, method.new_cache())
 
-    monkeypatch.setattr(retrieval, "answer", forced)
+    monkeypatch.setattr(retrieval, "read", lambda model, documents, attention: documents)
+    monkeypatch.setattr(retrieval, "decode", forced)
+    monkeypatch.setattr(retrieval, "held_bytes", lambda cache: 0)
     monkeypatch.setattr(retrieval, "BATCH_TOKENS", 40)
-    result = compare(compressed(base_model("Llama")), Digits(), cases)
-    assert result == {"base": {"score": 1.0}, "cskv": {"score": 1 - wrong / 4}}
+    model = compressed(base_model("Llama"))
+    base, cskv_ = compare([full(model), cskv(model)], Digits(), cases)
+    assert (base.score, cskv_.score) == (1.0, 1 - wrong / 4)
 
 
 def test_lists_beyond_the_models_context_are_refused():
-    model = compressed(base_model("Llama", max_position_embeddings=64))
+    model = base_model("Llama", max_position_embeddings=64)
     with pytest.raises(CskvError, match="64"):
-        compare(model, Digits(), make_cases(8, 1, seed=0))
+        compare([full(model)], Digits(), make_cases(8, 1, seed=0))
+
+
+def test_a_batch_is_read_once_for_all_methods():
+    model = compressed(base_model("Llama"), truncated(9), rank=9, window=8)
+    read_at_once = []
+
+    def spy(module, args, kwargs):
+        if kwargs["input_ids"].shape[1] > 1:
+            read_at_once.append(type(kwargs[CACHE]).__name__)
+
+    model.model.register_forward_pre_hook(spy, with_kwargs=True)
+    tallies = compare([make(model) for make in METHODS.values()], Digits(), make_cases(3, 2, seed=0))
+    assert len(read_at_once) == 1 and [tally.cases for tally in tallies] == [2] * len(METHODS)
+    assert tallies[0].held_bytes == 4 * 2 * 32 * 4  # the full cache: all that a token adds

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cskv_cli.evaluation import methods
 from cskv_cli.evaluation.perplexity import compare
 from cskv_cli.evaluation.simulation import decode_simulation, simulation_mask
 from cskv_cli.modeling.cskv_cache import CSKVCache
@@ -65,7 +66,8 @@ def test_mask_counts_every_key_once():
 def test_perplexity_and_kl_against_their_definitions():
     model = compressed(base_model("Llama"), truncated(6), rank=6)
     ids = torch.cat([IDS, IDS.flip(1)])
-    summary = compare(model, ids).summary()
+    (comparison,) = compare([methods.cskv(model)], ids)
+    summary = comparison.summary()
     with torch.no_grad():
         base = model(ids, use_cache=False).logits[:, :-1].double().log_softmax(-1)
         with decode_simulation(model):
