@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from .cskv_attention import CSKVAttention
+    from .cskv_decode import DecodeStep
 
 
 class CSKVLayer(CacheLayerMixin):
@@ -38,32 +39,40 @@ class CSKVLayer(CacheLayerMixin):
         self.window, self.sinks, self.rows, self.rotary = window, sinks, rows, rotary
         self.quantizers = quantizers
         self.record_past = False
+        self.whole = False  # whether someone wants to see the attention weights, so that all keys must be there
         self._staged: tuple | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
         self.keys = self.values = self.sink_keys = self.sink_values = None
-        self.latents = tuple(map(Latents, self.quantizers))
+        self.latents = Latents(self.quantizers[0], tokens_last=True), Latents(self.quantizers[1])
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Remember where the cache lives."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
-    def stage(self, attention: CSKVAttention, latents: tuple, kwargs: dict[str, Any]) -> None:
-        """Take what `update` needs beyond its arguments; the attention layer hands it over just before."""
-        self._staged = attention, latents, kwargs.get("position_ids"), kwargs.get("position_embeddings")
+    def stage(
+        self, attention: CSKVAttention, latents: tuple, kwargs: dict[str, Any], step: DecodeStep | None = None
+    ) -> None:
+        """Take what `update` needs beyond its arguments; the attention layer hands it over just before.
+
+        With a `step`, `update` gives it the history, and returns only what is exact.
+        """
+        self._staged = attention, latents, kwargs.get("position_ids"), kwargs.get("position_embeddings"), step
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         """Add new tokens and return the keys and values of all, [batch, heads, tokens, head_dim].
 
         Exact are the new tokens, the window that ends at the first of them, and the sinks; the others are rebuilt.
         """
-        (attention, latents, positions, rotation), self._staged = self._staged, None
+        (attention, latents, positions, rotation, step), self._staged = self._staged, None
         past = self.get_seq_length()
         if rotation is not None:
             self.rotary.extend(past, positions, *rotation)
+        if step is not None:
+            return self._add_one(key_states, value_states, latents, step)
         if past:
             left = 0 if self.record_past else max(self.keys.shape[2] - self.window + 1, 0)  # by the first new token
             self.keys = torch.cat([self.keys[:, :, left:], key_states], dim=2)
@@ -77,6 +86,29 @@ class CSKVLayer(CacheLayerMixin):
             store.append(new)
         if not self.record_past:
             self._settle()
+        return keys, values
+
+    def decodes(self) -> bool:
+        """Whether the next token, if it comes alone, can be a `DecodeStep`: all sinks have left the window."""
+        if self.whole or self.record_past or not self.is_initialized:
+            return False
+        old = self.get_seq_length() + 1 - min(self.keys.shape[2] + 1, self.window)
+        packed = all(store.quantizer is None or old <= store.quantized_tokens for store in self.latents)
+        return packed and old > self.rows.bounds()[1] + self.sinks
+
+    def _add_one(self, key: torch.Tensor, value: torch.Tensor, latents: tuple, step: DecodeStep) -> tuple:
+        """Add a token; its `step` reads the others. Returns the exact keys and values: sinks, then the window."""
+        for store, new in zip(self.latents, latents, strict=True):
+            store.append(new)
+        left = max(self.keys.shape[2] - self.window + 1, 0)
+        keys, values = [self.keys[:, :, left:], key], [self.values[:, :, left:], value]
+        if self.sinks:
+            keys, values = [self.sink_keys, *keys], [self.sink_values, *values]
+        keys, values = torch.cat(keys, dim=2), torch.cat(values, dim=2)
+        self.sink_keys, self.keys = keys[:, :, : self.sinks], keys[:, :, self.sinks :]
+        self.sink_values, self.values = values[:, :, : self.sinks], values[:, :, self.sinks :]
+        step.read(self, self.get_seq_length() - self.keys.shape[2])
+        self._pack()
         return keys, values
 
     def _all(self, attention: CSKVAttention, total: int, rotates: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,8 +146,14 @@ class CSKVLayer(CacheLayerMixin):
         start = max(stop - self.window, 0)
         if start or removed:  # a copy: a view would keep them all alive
             self.keys, self.values = self.keys[:, :, start:stop].clone(), self.values[:, :, start:stop].clone()
-        for store in self.latents:
-            store.settle(self.rows.read_exactly(self.sinks, self.keys.device))
+            if self.sinks:  # which a `DecodeStep` leaves in one tensor with the window
+                self.sink_keys, self.sink_values = self.sink_keys.clone(), self.sink_values.clone()
+        self._pack()
+
+    def _pack(self) -> None:
+        if any(store.unpacked_groups for store in self.latents):
+            for store in self.latents:
+                store.settle(self.rows.read_exactly(self.sinks, self.keys.device))
 
     def get_seq_length(self) -> int:
         """Tokens in the cache."""
@@ -217,14 +255,17 @@ class CSKVCache(Cache):
             if hasattr(layer, "activate_past_recording"):  # not so in transformers 4.x and early 5.x
                 layer.activate_past_recording()
 
-    def begin(self, model: nn.Module, attention_mask: Any) -> None:
-        """Before each forward: learn of padding, and borrow the rotary embedding."""
+    def begin(self, model: nn.Module, attention_mask: Any, whole: bool = False) -> None:
+        """Before each forward: learn of padding, and borrow the rotary embedding; `whole` is for `CSKVLayer.whole`."""
         self.rows.see(attention_mask)
+        for layer in self.layers:
+            layer.whole = whole
         for rotary in self.rotaries.values():
             rotary.begin(model)
 
     def end(self) -> None:
         """After each forward: keep nothing that can be computed again."""
+        self.rows.end()
         for rotary in self.rotaries.values():
             rotary.end()
 
@@ -265,14 +306,14 @@ class CSKVCache(Cache):
         super().crop(tokens_to_remove)
         length = max(layer.get_seq_length() for layer in self.layers)
         if not length:
-            self.rows.starts = None
+            self.rows.reset()
         for rotary in self.rotaries.values():
             rotary.apply(lambda t: t[:, :length].clone())
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.rows.starts = None
+        self.rows.reset()
         for rotary in self.rotaries.values():
             rotary.reset()
 

@@ -123,6 +123,18 @@ class Quantizer:
         codes = unpack(packed.codes, self.bits, self.group if self.per_channel else rank)
         return self._flat(dequantize(codes, packed.minimum, packed.step, dtype))
 
+    def weighted_sum(self, packed: Packed, weights: torch.Tensor, rank: int) -> torch.Tensor:
+        """`weights @ decode(packed)` of the first tokens, [batch, n, tokens]: [batch, n, rank] in the weights' dtype.
+
+        Where each token has its own minimum and step, they join its weight, and the codes are read as they are.
+        """
+        count = weights.shape[-1]
+        if self.per_channel:
+            return weights @ self.decode(packed, rank, weights.dtype)[:, :count]
+        codes, minimum, step = (part.flatten(1, 2)[:, :count] for part in packed)
+        codes = unpack(codes, self.bits, rank).to(weights.dtype)
+        return (weights * step.mT) @ codes + weights @ minimum.to(weights.dtype)
+
     def round_trip(self, latents: torch.Tensor, unread: torch.Tensor | int = 0) -> torch.Tensor:
         """`decode(encode(latents))` bit for bit, without packing, and with the gradient of the identity."""
         rounded = dequantize(*quantize(self._grouped(latents.detach(), unread), self.bits, self.clip), latents.dtype)
