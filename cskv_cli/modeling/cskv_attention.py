@@ -66,7 +66,7 @@ class CSKVAttention:
         Returns:
             [batch, heads, head_dim, tokens].
         """
-        if self._k_norm is not None or self.clips:
+        if not self._plain:
             return self.rebuild_keys(latents.mT, None).mT
         up, bias = self.k_up.weight.expand(len(latents), -1, -1), self.k_up.bias
         keys = torch.bmm(up, latents) if bias is None else torch.baddbmm(bias[:, None], up, latents)
@@ -87,6 +87,11 @@ class CSKVAttention:
     def clips(self) -> bool:
         """Whether keys and values are clipped."""
         return getattr(self.config, "clip_qkv", None) is not None  # Olmo, OLMoE
+
+    @functools.cached_property
+    def _plain(self) -> bool:
+        """Whether keys before their rotation are `k_up` of latents, and nothing more."""
+        return self._k_norm is None and not self.clips
 
     @property
     def _k_norm(self) -> nn.Module | None:

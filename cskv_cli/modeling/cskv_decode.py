@@ -6,7 +6,6 @@ output   p [exact values] + (p c_V) B_V + sum(p) b_V, the values of old tokens n
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import inspect
@@ -21,7 +20,7 @@ from .cskv_rotation import can_take_apart
 
 if TYPE_CHECKING:
     from .cskv_attention import CSKVAttention
-    from .cskv_cache import CSKVLayer
+    from .cskv_layer import CSKVLayer
 
 CPU_TILE, GPU_TILE = 2**20, 2**26  # numbers in a tile of rotated keys: on a CPU it should stay in its cache
 GENERIC = {"sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}  # know only what they are given
@@ -49,7 +48,7 @@ class DecodeStep:
 
     def read(self, layer: CSKVLayer, old: int) -> None:
         """Take the history of a layer, whose tensors may be moved away soon; `old` tokens are before the window."""
-        self.latents, self.old = tuple(map(copy.copy, layer.latents)), old
+        self.latents, self.old = [store.as_it_is() for store in layer.latents], old
         self.rows, self.rotary, self.sinks = layer.rows, layer.rotary, layer.sinks
 
     def __call__(
@@ -75,28 +74,27 @@ class DecodeStep:
         """
         exact, dim = key.shape[2], query.shape[-1]
         full = torch.promote_types(torch.float32, query.dtype)
-        work = full if query.device.type == "cpu" else query.dtype
+        self.work = work = full if query.device.type == "cpu" else query.dtype
         grouped = query.view(len(query), key.shape[1], -1, dim).to(work) * (dim**-0.5 if scaling is None else scaling)
-        scores = [grouped @ key.to(work).mT, *self._old_scores(grouped, work)]
+        scores = [grouped @ key.to(work).mT, *self._old_scores(grouped)]
         scores = self._masked(torch.cat(scores, dim=-1).to(full), exact, attention_mask, softcap)
         if s_aux is not None:
             aside = s_aux.to(full).view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, -1)
             scores = torch.cat([scores, aside], dim=-1)
-        weights = scores.softmax(-1)[..., : exact + self.old].to(work)
-        old = weights[..., exact:]
-        context = self.latents[1].weighted_sum(old, self._tile(key))
-        output = weights[..., :exact].to(value.dtype) @ value + self._values(context.to(value.dtype), old)
-        return output.view(len(query), 1, -1, dim), None
+        weights = scores.softmax(-1)
+        output = weights[..., :exact].to(work) @ value.to(work)
+        output = output + self._old_values(weights[..., exact : exact + self.old].to(work))
+        return output.to(value.dtype).view(len(query), 1, -1, dim), None
 
-    def _old_scores(self, query: torch.Tensor, work: torch.dtype) -> list[torch.Tensor]:
+    def _old_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
         attention, tile = self.attention, self._tile(query)
-        turn = self.rotary.turn(self.old, attention.rotate, query.shape[-1], query, work) if self.rotates else None
+        turn = self.rotary.turn(self.old, attention.rotate, query.shape[-1], query, self.work) if self.rotates else None
         if turn is not None:
             query = query @ turn.query
         scores = []
         for start in range(0, self.old, tile):
             keys = attention.rebuild_key_tile(self.latents[0].tile(start, min(start + tile, self.old)))
-            scores.append(query @ (keys.to(work) if turn is None else turn.applied(keys, start)))
+            scores.append(query @ (keys.to(self.work) if turn is None else turn.applied(keys, start)))
         return scores
 
     def _masked(
@@ -108,23 +106,23 @@ class DecodeStep:
         bias = self.rows.bias(mask, self.sinks, self.old, total, scores.device)
         if bias is not None:
             return scores.add_(bias.to(scores.device))
-        scores[..., exact : exact + self.sinks] = -torch.inf
+        scores.narrow(-1, exact, self.sinks).fill_(-torch.inf)
         return scores
 
-    def _values(self, context: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Values [batch, groups, heads of a group, head_dim] from weighted sums of latents [..., rank]."""
+    def _old_values(self, weights: torch.Tensor) -> torch.Tensor:
+        """The sum of the old tokens' values with weights [batch, groups, heads of a group, tokens]."""
         up = self.attention.v_up
-        values = context @ up.weight.unflatten(0, (context.shape[1], -1)).mT
+        context = self.latents[1].weighted_sum(weights, self._tile(weights)).to(self.work)
+        values = context @ up.weight.to(self.work).unflatten(0, (weights.shape[1], -1)).mT
         if up.bias is None:
             return values
-        bias = up.bias.view(context.shape[1], 1, -1)
-        return values + (weights.sum(-1, keepdim=True) * bias).to(values.dtype)
+        return values + weights.sum(-1, keepdim=True) * up.bias.view(weights.shape[1], 1, -1)
 
     def _tile(self, like: torch.Tensor) -> int:
         """Tokens in a tile, whole groups of the quantizer."""
         numbers = CPU_TILE if like.device.type == "cpu" else GPU_TILE
         group = max(1 if store.quantizer is None else store.quantizer.group for store in self.latents)
-        return max(numbers // (2 * len(like) * like.shape[1] * like.shape[-1]) // group, 1) * group
+        return max(numbers // (2 * len(like) * like.shape[1] * self.attention.head_dim) // group, 1) * group
 
 
 def run_step(step: Any, attention: CSKVAttention, *args: Any, **kwargs: Any) -> tuple:

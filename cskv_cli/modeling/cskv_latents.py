@@ -82,22 +82,31 @@ class Latents:
 
         With a quantizer, all of them must be packed, and `start` the beginning of a group.
         """
-        return (self.recent[:, start:stop] if self.packed is None else self._decoded(start, stop)).mT
+        if self.packed is None:
+            return self.recent[:, start:stop].mT
+        codes = self._codes(start, stop)
+        return self.quantizer.decode_tokens_last(codes, self._rank, self._room.dtype)[..., : stop - start]
 
     def weighted_sum(self, weights: torch.Tensor, tile: int) -> torch.Tensor:
-        """Sum of the first tokens' latents with weights [batch, ..., tokens]: [batch, ..., rank] in their dtype.
+        """Sum of the first tokens' latents with weights [batch, ..., tokens]: [batch, ..., rank].
 
         Codes are unpacked for `tile` tokens (whole groups) at a time.
         """
         flat, count = weights.flatten(1, -2), weights.shape[-1]
         if self.packed is None:
-            total = (flat.to(self._room.dtype) @ self.recent[:, :count]).to(weights.dtype)
+            total = flat.to(self._room.dtype) @ self.recent[:, :count]
         else:
             total = 0
             for start in range(0, count, tile):
                 stop = min(start + tile, count)
                 total = total + self.quantizer.weighted_sum(self._codes(start, stop), flat[..., start:stop], self._rank)
         return total.unflatten(1, weights.shape[1:-1])
+
+    def as_it_is(self) -> "Latents":
+        """Another one over the same tensors, which stays as it is when this one is changed by `apply` or `settle`."""
+        twin = object.__new__(Latents)
+        vars(twin).update(vars(self))
+        return twin
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens, where `check_crop` allows it."""

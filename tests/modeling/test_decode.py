@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from cskv_cli.modeling import cskv_attention, cskv_decode
@@ -16,6 +17,8 @@ from tests.modeling.test_cache import close
 LENGTH, PROMPT = 26, 14
 SIZES = [PROMPT] + [1] * (LENGTH - PROMPT)
 CLIPPED = {"Olmo", "Olmoe"}  # values that are clipped must be rebuilt: no decode step
+# in transformers 4.57 their attention calls no function that could be replaced, or brings arguments of its own
+OLD_WAYS = {"Gemma2", "GraniteMoe", "Nemotron", "StableLm"} if transformers.__version__ < "5" else set()
 
 
 @pytest.fixture
@@ -75,7 +78,9 @@ def test_equals_the_simple_path(family, bits, steps):
             steps.clear()
             close(*both(model, ids, mask))
             taken = len(SIZES) - 1 if mask is None else 10  # until the sinks of the last row have left the window
-            assert len(steps) == (0 if family in CLIPPED else layers * taken)
+            if family in CLIPPED or family in OLD_WAYS:
+                taken = 0
+            assert len(steps) == layers * taken
 
 
 @pytest.mark.parametrize("bits", [None, 3])
@@ -280,5 +285,5 @@ def test_a_step_leaves_no_trace_in_the_model():
     names = {name: set(vars(module)) for name, module in model.named_modules()}
     decode(model, tokens(1, LENGTH), SIZES)
     for name, module in model.named_modules():
-        assert set(vars(module)) - names[name] <= {"known_calls"}
+        assert set(vars(module)) - names[name] <= {"known_calls", "_plain"}
         assert not [part for part in vars(module).values() if isinstance(part, nn.Module | DecodeStep)]
