@@ -5,7 +5,19 @@ from typing import Annotated
 import typer
 
 from cskv_cli import __version__
-from cskv_cli.commands import analyze, calibrate, compress, eval, export, init, inspect, quantize, recipes, status  # noqa: A004
+from cskv_cli.commands import (
+    analyze,
+    bench,
+    calibrate,
+    compress,
+    eval,
+    export,
+    init,
+    inspect,
+    quantize,
+    recipes,
+    status,
+)  # noqa: A004
 
 app = typer.Typer(
     name="cskv",
@@ -15,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("analyze")(analyze.analyze)
+app.command("bench")(bench.bench)
 app.command("compress")(compress.compress)
 app.command("eval")(eval.evaluate)
 app.command("calibrate")(calibrate.calibrate)
