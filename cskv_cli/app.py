@@ -12,6 +12,7 @@ import typer
 from cskv_cli import __version__
 from cskv_cli.commands import (
     analyze,
+    bench,
     calibrate,
     compress,
     eval,  # noqa: A004
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command("analyze")(analyze.analyze)
 app.command("compress", cls=PushCommand)(compress.compress)
+app.command("bench")(bench.bench)
 app.command("eval")(eval.evaluate)
 app.command("sweep")(sweep.sweep)
 app.command("calibrate")(calibrate.calibrate)

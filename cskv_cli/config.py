@@ -219,3 +219,37 @@ class EvalConfig(StageConfig):
     @classmethod
     def _one_or_several(cls, given: Any) -> Any:
         return (given,) if isinstance(given, str | int | float) else given
+
+
+class BenchConfig(StageConfig):
+    """`cskv bench`."""
+
+    context: tuple[int, ...] = Field((512, 2048), description="Tokens read before decoding; several as 512,2048,8000.")
+    batch: tuple[int, ...] = Field((1,), description="Sequences at a time; several as 1,4.")
+    new_tokens: int = Field(32, ge=1, description="Tokens that each cache decodes.")
+    prefills: int = Field(3, ge=1, description="Times that each cache reads the context.")
+    memory: str = Field("8GB", pattern=r"^\d+(\.\d+)?\s*[kMGT]?B$", description="Memory for weights and cache.")
+    device: Device = Field("auto", description="Where to compute.")
+    dtype: Dtype = Field("auto", description="Precision to compute in; auto is the checkpoint's.")
+
+    @field_validator("context", "batch", mode="before")
+    @classmethod
+    def _several(cls, given: Any) -> Any:
+        """`--context 512,2048` comes as a list of one text."""
+        if isinstance(given, int):
+            return (given,)
+        return tuple(part for item in given for part in (item.split(",") if isinstance(item, str) else [item]))
+
+    @field_validator("context", "batch")
+    @classmethod
+    def _positive(cls, given: tuple[int, ...]) -> tuple[int, ...]:
+        if not given or min(given) < 1:
+            raise ValueError("must be whole numbers from 1, with commas between them")
+        return tuple(dict.fromkeys(given))
+
+    @property
+    def memory_bytes(self) -> int:
+        """`memory` in bytes."""
+        number = self.memory.removesuffix("B").strip()
+        power = "kMGT".find(number[-1]) + 1
+        return int(float(number.rstrip("kMGT")) * 1000**power)

@@ -30,6 +30,8 @@ MODEL_HELP = "Hub id, folder or .gguf file; by default the model that the run di
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub model.")]
 DEFAULT_RUN = Path("cskv-run")
+DEFAULT_CHECKPOINT = str(Path(os.environ.get("CSKV_RUN", DEFAULT_RUN)) / "export")
+CheckpointArgument = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder or Hub id of an export.")]
 
 
 Settings = dict[str, dict[str, Any]]  # stage -> the settings given for it; those not given are absent

@@ -3,10 +3,10 @@
 All of them are PNGs of 200 dpi, 6.5 inches wide (the text width of most venues).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -112,6 +112,29 @@ def _percent(share: float) -> str:
 
 def _relative(spectrum: Spectrum) -> torch.Tensor:
     return spectrum.singular_values / spectrum.singular_values[0].clamp(min=1e-300)
+
+
+def plot_decoding(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Milliseconds of a decode step over the context, a curve per cache and a panel per batch, with their ranges."""
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    with page(path, height=2.7) as figure:
+        panels = figure.subplots(1, len(batches), squeeze=False)[0]
+        for batch, ax in zip(batches, panels, strict=True):
+            for name, marker in zip(dict.fromkeys(row["cache"] for row in rows), "os^Dv", strict=False):
+                times = [
+                    (row["context"], row["decode_seconds"])
+                    for row in rows
+                    if row["batch"] == batch and row["cache"] == name
+                ]
+                ends = [[1000 * abs(t["median"] - t[end]) for _, t in times] for end in ("least", "greatest")]
+                medians = [1000 * t["median"] for _, t in times]
+                ax.errorbar(
+                    [n for n, _ in times], medians, yerr=ends, marker=marker, markersize=3, linewidth=0.9, label=name
+                )
+            ax.set(xlabel="Context (tokens)", ylim=(0, None))
+            ax.set_title(f"Batch {batch}", loc="left")
+        panels[0].set_ylabel("Decode step (ms)")
+        panels[0].legend(title="Cache")
 
 
 def _draw_spectrum(ax: "Axes", spectrum: Spectrum, color: str) -> None:

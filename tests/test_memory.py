@@ -13,9 +13,10 @@ from tests.families import base_model, compressed, truncated
 def held_bytes(thing, seen=None) -> int:
     """Bytes of all tensors that can be reached from an object, each storage once."""
     seen = set() if seen is None else seen
-    if id(thing) in seen:
+    key = thing.untyped_storage().data_ptr() if torch.is_tensor(thing) else id(thing)
+    if key in seen:
         return 0
-    seen.add(id(thing))
+    seen.add(key)
     if torch.is_tensor(thing):
         return thing.untyped_storage().nbytes()
     if isinstance(thing, dict):

@@ -70,6 +70,7 @@ def outputs(tmp_path_factory, tokenizer, text):
             ("eval", cskv("eval", export, "--task", "perplexity", "--task", "retrieval", *data, *SIZES)),
             ("eval", cskv("eval", export, *data, *SIZES, "--fail-under", "compression>=1", exit_code=3)),
             ("inspect", cskv("inspect", export)),
+            ("bench", cskv("bench", export, "--context", 20, "--new-tokens", 2, "--prefills", 1)),
             ("sweep", cskv("sweep", sweep_recipe(folder), "--out", folder / "sweep")),
             ("status", cskv("status", *run)),
             ("status", compress(folder, "--dry-run") and cskv("status", *run)),

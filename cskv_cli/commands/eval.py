@@ -1,6 +1,5 @@
 """`cskv eval`."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,7 @@ from cskv_cli.config import EvalConfig
 from cskv_cli.console import Console
 from cskv_cli.errors import CskvError
 from cskv_cli.gates import Gate, parse_gates, values_of
-from cskv_cli.options import DEFAULT_RUN, RevisionOption, RunOption, Settings, verb
+from cskv_cli.options import DEFAULT_CHECKPOINT, DEFAULT_RUN, RevisionOption, RunOption, Settings, verb
 
 if TYPE_CHECKING:
     from cskv_cli.evaluation.subjects import Subject
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 TASKS = ("perplexity", "retrieval", "longeval", "longbench", "lveval", "mmlu")
 BENCHMARKS = TASKS[2:]
 METHODS = ("cskv", "full", "streaming-llm", "h2o", "kivi", "asvd", "svd-cache")
-DEFAULT_CHECKPOINT = str(Path(os.environ.get("CSKV_RUN", DEFAULT_RUN)) / "export")
 GATE_HELP = "Exit with 3 unless this holds: perplexity_ratio<=1.15, compression>=0.75; may be given several times."
 GateOption = Annotated[list[str], typer.Option("--fail-under", metavar="CONDITION", help=GATE_HELP)]
 GATE_FAILED = 3

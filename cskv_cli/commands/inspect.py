@@ -1,15 +1,10 @@
 """`cskv inspect`."""
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from cskv_cli.commands.eval import DEFAULT_CHECKPOINT
 from cskv_cli.console import Console
 from cskv_cli.layout import span
-from cskv_cli.options import RevisionOption, verb
-
-CheckpointArgument = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder or Hub id of an export.")]
+from cskv_cli.options import DEFAULT_CHECKPOINT, CheckpointArgument, RevisionOption, verb
 
 
 @verb()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .cskv_cache import CSKVCache, CSKVLayer
+from .cskv_decode import next_step, run_step
 
 
 class CSKVAttention:
@@ -34,7 +35,10 @@ class CSKVAttention:
         cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its names from and before transformers 5.24
         layer = cache.layers[self.layer_idx] if isinstance(cache, CSKVCache) else None
         if isinstance(layer, CSKVLayer):
-            layer.stage(self, (self.k_down(hidden_states), self.v_down(hidden_states)), kwargs)
+            step = next_step(self, layer, hidden_states, args, kwargs)
+            layer.stage(self, (self.k_down(hidden_states), self.v_down(hidden_states)), kwargs, step)
+            if step is not None:
+                return run_step(step, self, hidden_states, *args, **kwargs)
         return super().forward(hidden_states, *args, **kwargs)
 
     def rebuild_keys(self, latents: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
@@ -46,8 +50,7 @@ class CSKVAttention:
         Returns:
             Keys [batch, heads, tokens, head_dim].
         """
-        keys = self.k_up(latents)
-        norm = getattr(self, "k_norm", None) or getattr(self, "k_layernorm", None)
+        keys, norm = self.k_up(latents), self._k_norm
         per_head = norm is not None and norm.weight.shape[-1] == self.head_dim
         if norm is not None and not per_head:  # over all heads at once: Olmo2, OLMoE
             keys = norm(keys)
@@ -55,7 +58,19 @@ class CSKVAttention:
         if per_head:  # Qwen3, Gemma3, Cohere
             keys = norm(keys)
         keys = keys.transpose(1, 2)
-        return self._rotate(keys, *rotation) if rotation is not None and self.rotates else keys
+        return self.rotate(keys, *rotation) if rotation is not None and self.rotates else keys
+
+    def rebuild_key_tile(self, latents: torch.Tensor) -> torch.Tensor:
+        """Keys before their rotation, tokens last, from latents [batch, rank, tokens].
+
+        Returns:
+            [batch, heads, head_dim, tokens].
+        """
+        if not self._plain:
+            return self.rebuild_keys(latents.mT, None).mT
+        up, bias = self.k_up.weight.expand(len(latents), -1, -1), self.k_up.bias
+        keys = torch.bmm(up, latents) if bias is None else torch.baddbmm(bias[:, None], up, latents)
+        return keys.unflatten(1, (-1, self.head_dim))
 
     def rebuild_values(self, latents: torch.Tensor) -> torch.Tensor:
         """As `rebuild_keys`, between `v_proj` and the cache: values [batch, heads, tokens, head_dim]."""
@@ -68,11 +83,25 @@ class CSKVAttention:
             return getattr(self, "sliding_window", None) is None and self.config.model_type == "exaone4"
         return bool(getattr(self, "use_rope", True))  # SmolLM3
 
-    def _clip(self, states: torch.Tensor) -> torch.Tensor:
-        bound = getattr(self.config, "clip_qkv", None)  # Olmo, OLMoE
-        return states if bound is None else states.clamp(-bound, bound)
+    @property
+    def clips(self) -> bool:
+        """Whether keys and values are clipped."""
+        return getattr(self.config, "clip_qkv", None) is not None  # Olmo, OLMoE
 
-    def _rotate(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    @functools.cached_property
+    def _plain(self) -> bool:
+        """Whether keys before their rotation are `k_up` of latents, and nothing more."""
+        return self._k_norm is None and not self.clips
+
+    @property
+    def _k_norm(self) -> nn.Module | None:
+        return getattr(self, "k_norm", None) or getattr(self, "k_layernorm", None)
+
+    def _clip(self, states: torch.Tensor) -> torch.Tensor:
+        return states.clamp(-self.config.clip_qkv, self.config.clip_qkv) if self.clips else states
+
+    def rotate(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """RoPE of keys [batch, heads, tokens, head_dim], by the base model's own function."""
         rotate = sys.modules[self.base.__module__].apply_rotary_pos_emb
         width = getattr(self, "rotary_ndims", self.head_dim)  # less than head_dim: StableLM, Phi
         turned = rotate(keys[..., :width], keys[..., :width], cos, sin)[1]
@@ -82,4 +111,6 @@ class CSKVAttention:
 @functools.cache
 def attention_class(base: type[nn.Module]) -> type[nn.Module]:
     """`base` with `CSKVAttention` in front."""
-    return type(f"CSKV{base.__name__}", (CSKVAttention, base), {"base": base, "__module__": __name__})
+    return type(
+        f"CSKV{base.__name__}", (CSKVAttention, base), {"base": base, "front": CSKVAttention, "__module__": __name__}
+    )

@@ -6,20 +6,32 @@ import torch
 
 from .cskv_quantizer import Packed, Quantizer
 
+BLOCK = 64  # tokens of room that an append makes when there is none
+
 
 class Latents:
     """Latents of all cached tokens, [batch, tokens, rank], in the order in which they came.
 
-    With a quantizer, `settle` packs the groups of tokens that are full; the tokens after them stay as they are.
+    With a quantizer, `settle` packs the groups of tokens that are full; the tokens after them stay as they are. Room
+    for more is made a block at a time (of a group, with a quantizer), so that a new token moves no old one.
+
+    Args:
+        tokens_last: keep each channel's tokens side by side in memory, as rebuilding keys likes it.
     """
 
-    def __init__(self, quantizer: Quantizer | None = None) -> None:
-        self.quantizer = quantizer
+    def __init__(self, quantizer: Quantizer | None = None, tokens_last: bool = False) -> None:
+        self.quantizer, self.tokens_last = quantizer, tokens_last
         self.packed: Packed | None = None
-        self.recent: torch.Tensor | None = None
+        self._room: torch.Tensor | None = None  # [batch, capacity, rank], or [batch, rank, capacity]
+        self._count = 0
+
+    @property
+    def recent(self) -> torch.Tensor | None:
+        """The latents that are not packed, [batch, tokens, rank]."""
+        return None if self._room is None else self._tokens_first()[:, : self._count]
 
     def __len__(self) -> int:
-        return 0 if self.recent is None else self.quantized_tokens + self.recent.shape[1]
+        return self.quantized_tokens + self._count
 
     @property
     def quantized_tokens(self) -> int:
@@ -30,36 +42,77 @@ class Latents:
 
     def append(self, latents: torch.Tensor) -> None:
         """Add the latents of new tokens, [batch, new, rank]."""
-        self.recent = latents if self.recent is None else torch.cat([self.recent, latents], dim=1)
+        start, stop = self._count, self._count + latents.shape[1]
+        if self._room is None:
+            self._hold(latents)
+        elif latents.requires_grad or self._room.requires_grad:
+            self._hold(torch.cat([self.recent, latents], dim=1))
+        else:
+            if stop > self._tokens_first().shape[1] or _frozen(self._room):
+                self._grow(stop)
+            self._tokens_first()[:, start:stop] = latents
+            self._count = stop
 
     def settle(self, unread: torch.Tensor) -> None:
         """Pack the full groups; `unread` [batch] counts each row's leading tokens that nothing reads (see encode)."""
-        if self.quantizer is None:
+        if not (full := self.unpacked_groups):
             return
-        full = self.recent.shape[1] // self.quantizer.group * self.quantizer.group
-        if not full:
-            return
+        full *= self.quantizer.group
         new = self.quantizer.encode(self.recent[:, :full], unread - self.quantized_tokens)
         old = self.packed or (None,) * len(new)
         self.packed = Packed(*(b if a is None else torch.cat([a, b], dim=1) for a, b in zip(old, new, strict=True)))
-        self.recent = self.recent[:, full:].clone()
+        self._hold(self.recent[:, full:].clone())
+
+    @property
+    def unpacked_groups(self) -> int:
+        """Full groups of tokens that `settle` would pack."""
+        return 0 if self.quantizer is None else self._count // self.quantizer.group
 
     def first(self, length: int) -> torch.Tensor:
         """The latents of the first `length` tokens, dequantized: [batch, length, rank]."""
         if self.packed is None:
             return self.recent[:, :length]
-        groups = -(-min(length, self.quantized_tokens) // self.quantizer.group)
-        codes = Packed(*(part[:, :groups] for part in self.packed))
-        old = self.quantizer.decode(codes, self.recent.shape[-1], self.recent.dtype)[:, :length]
+        old = self._decoded(0, min(length, self.quantized_tokens))
         if length <= self.quantized_tokens:
             return old
         return torch.cat([old, self.recent[:, : length - self.quantized_tokens]], dim=1)
+
+    def tile(self, start: int, stop: int) -> torch.Tensor:
+        """The latents of some tokens, dequantized, tokens last: [batch, rank, stop - start].
+
+        With a quantizer, all of them must be packed, and `start` the beginning of a group.
+        """
+        if self.packed is None:
+            return self.recent[:, start:stop].mT
+        codes = self._codes(start, stop)
+        return self.quantizer.decode_tokens_last(codes, self._rank, self._room.dtype)[..., : stop - start]
+
+    def weighted_sum(self, weights: torch.Tensor, tile: int) -> torch.Tensor:
+        """Sum of the first tokens' latents with weights [batch, ..., tokens]: [batch, ..., rank].
+
+        Codes are unpacked for `tile` tokens (whole groups) at a time.
+        """
+        flat, count = weights.flatten(1, -2), weights.shape[-1]
+        if self.packed is None:
+            total = flat.to(self._room.dtype) @ self.recent[:, :count]
+        else:
+            total = 0
+            for start in range(0, count, tile):
+                stop = min(start + tile, count)
+                total = total + self.quantizer.weighted_sum(self._codes(start, stop), flat[..., start:stop], self._rank)
+        return total.unflatten(1, weights.shape[1:-1])
+
+    def as_it_is(self) -> "Latents":
+        """Another one over the same tensors, which stays as it is when this one is changed by `apply` or `settle`."""
+        twin = object.__new__(Latents)
+        vars(twin).update(vars(self))
+        return twin
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens, where `check_crop` allows it."""
         if length < self.quantized_tokens:
             self.packed = Packed(*(part[:, : length // self.quantizer.group].clone() for part in self.packed))
-        self.recent = self.recent[:, : length - self.quantized_tokens].clone()
+        self._hold(self.recent[:, : length - self.quantized_tokens].clone())
 
     def check_crop(self, length: int) -> None:
         """Make sure that `crop` can keep just the first `length` tokens.
@@ -77,6 +130,37 @@ class Latents:
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every tensor held, all of them [batch, ...], by `fn` of it."""
-        self.recent = fn(self.recent)
+        self._room = fn(self._room)
         if self.packed is not None:
             self.packed = Packed(*map(fn, self.packed))
+
+    @property
+    def _rank(self) -> int:
+        return self._tokens_first().shape[-1]
+
+    def _tokens_first(self) -> torch.Tensor:
+        return self._room.mT if self.tokens_last else self._room
+
+    def _hold(self, latents: torch.Tensor) -> None:
+        self._room = (latents.mT if self.tokens_last else latents).contiguous()
+        self._count = latents.shape[1]
+
+    def _grow(self, length: int) -> None:
+        block = BLOCK if self.quantizer is None else self.quantizer.group
+        batch, _, rank = self._tokens_first().shape
+        capacity, old = -(-length // block) * block, self.recent
+        self._room = self._room.new_empty((batch, rank, capacity) if self.tokens_last else (batch, capacity, rank))
+        self._tokens_first()[:, : self._count] = old
+
+    def _codes(self, start: int, stop: int) -> Packed:
+        group = self.quantizer.group
+        return Packed(*(part[:, start // group : -(-stop // group)] for part in self.packed))
+
+    def _decoded(self, start: int, stop: int) -> torch.Tensor:
+        codes = self._codes(start, stop)
+        return self.quantizer.decode(codes, self._rank, self._room.dtype)[:, : stop - start]
+
+
+def _frozen(tensor: torch.Tensor) -> bool:
+    """Whether it was made in inference mode, and this is not: then it cannot be written to."""
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()

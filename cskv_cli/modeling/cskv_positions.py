@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from .cskv_rotation import Rotate, Turn, take_apart
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +27,7 @@ class RotaryHistory:
         self.kind = kind
         self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         self._rebuilt: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._turn: Turn | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -35,11 +38,11 @@ class RotaryHistory:
 
     def begin(self, model: nn.Module) -> None:
         """Borrow the model's rotary embedding for one forward."""
-        self._rotary, self._rebuilt = getattr(model, "rotary_emb", None), None
+        self._rotary, self._rebuilt, self._turn = getattr(model, "rotary_emb", None), None, None
 
     def end(self) -> None:
         """Give it back, and drop what was rebuilt for this forward."""
-        self._rotary = self._rebuilt = None
+        self._rotary = self._rebuilt = self._turn = None
 
     def __len__(self) -> int:
         held = self.cos if self.positions is None else self.positions
@@ -67,6 +70,12 @@ class RotaryHistory:
         if self._rebuilt is None:  # the same for all layers
             self._rebuilt = self._compute(self.positions[:, :length], like)
         return tuple(part.to(like.device) for part in self._rebuilt)
+
+    def turn(self, length: int, rotate: Rotate, dim: int, like: torch.Tensor, dtype: torch.dtype) -> Turn:
+        """The rotation of the first `length` tokens, taken apart once for all layers (see `Turn`)."""
+        if self._turn is None:
+            self._turn = take_apart(rotate, self.first(length, like), dim, dtype)
+        return Turn(*(part.to(like.device) for part in self._turn))
 
     def apply(self, fn: TensorMap) -> None:
         """Replace every tensor held by `fn` of it."""
@@ -98,10 +107,16 @@ class Rows:
     """Where each row of the batch begins: the index of its first token that is not padding."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
         self.starts: torch.Tensor | None = None  # [batch]; None: no row is padded
+        self.end()
 
     def see(self, attention_mask: torch.Tensor | dict[str, torch.Tensor] | None) -> None:
         """Read it off a mask over all tokens so far: [batch, tokens], or [batch, 1, new, tokens] for attention."""
+        self.end()
         if isinstance(attention_mask, dict):
             attention_mask = attention_mask.get("full_attention")
         if not torch.is_tensor(attention_mask):
@@ -118,7 +133,54 @@ class Rows:
         starts = torch.zeros(1, dtype=torch.long) if self.starts is None else self.starts
         return starts.to(device) + sinks
 
+    def bounds(self) -> tuple[int, int]:
+        """The first and the last place where a row begins."""
+        if self._bounds is None:
+            self._bounds = (0, 0) if self.starts is None else tuple(torch.stack(self.starts.aminmax()).tolist())
+        return self._bounds
+
+    def bias(self, mask: torch.Tensor | None, sinks: int, old: int, total: int, device: Any) -> torch.Tensor | None:
+        """What a decode step adds to its scores of sinks, window and old tokens (in this order), once for all layers.
+
+        A sink is read exactly, and so not once more among the old tokens.
+
+        Args:
+            mask: [batch, total] or [batch, 1, 1, total], boolean or to be added; None: all tokens are seen.
+            old: tokens before the window.
+
+        Returns:
+            [batch, 1, 1, sinks + total] in float32; None: all is seen, but for the first `sinks` old tokens.
+        """
+        if self._bias is None or self._bias[0] is not mask or self._bias[1] != old:
+            self._bias = mask, old, self._make_bias(mask, sinks, old, total, device)
+        return self._bias[2]
+
+    def _make_bias(
+        self, mask: torch.Tensor | None, sinks: int, old: int, total: int, device: Any
+    ) -> torch.Tensor | None:
+        seen = torch.zeros(1, total, device=device) if mask is None else _added(mask.flatten(1))
+        if self.bounds() == (0, 0) and not (mask is not None and seen.any()):
+            return None
+        place = self.read_exactly(sinks, device).unsqueeze(1) + torch.arange(-sinks, 0, device=device)
+        batch = max(len(seen), len(place))
+        seen, place = seen.expand(batch, -1), place.expand(batch, -1)
+        others = seen[:, :old].scatter(1, place, -torch.inf)
+        return torch.cat([seen.gather(1, place), seen[:, old:], others], dim=1)[:, None, None]
+
+    def end(self) -> None:
+        """After a forward: drop what was made for it."""
+        self._bounds: tuple[int, int] | None = None
+        self._bias: tuple | None = None  # mask, old tokens, and what they make
+
     def apply(self, fn: TensorMap) -> None:
         """Replace the starts by `fn` of them."""
+        self.end()
         if self.starts is not None:
             self.starts = fn(self.starts)
+
+
+def _added(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as what is added to scores, in float32."""
+    if mask.is_floating_point():
+        return mask.float()
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask.bool(), -torch.inf)

@@ -11,6 +11,8 @@ import torch
 
 _CODES_PER_WORD = {2: (4, 1), 3: (8, 3), 4: (2, 1), 8: (1, 1)}  # bits: codes, and the bytes that hold just them
 
+_SPREAD = {4: (torch.int16, (4,), 0x0F0F), 2: (torch.int32, (6, 12, 18), 0x03030303)}  # a byte's codes, a byte for each
+
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack uint8 codes below 2**bits: [..., n] becomes uint8 [..., ceil(n * bits / 8)], lowest bits first."""
@@ -28,14 +30,21 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, bits: int, length: int) -> torch.Tensor:
     """The inverse of `pack`: uint8 [..., bytes] becomes uint8 [..., length]."""
+    if bits in _SPREAD:
+        wide, shifts, mask = _SPREAD[bits]
+        words = packed.to(wide).contiguous()
+        spread = words | words << shifts[0]
+        for shift in shifts[1:]:
+            spread |= words << shift
+        codes = spread.bitwise_and_(mask).view(torch.uint8)  # a byte for each code, since the lowest byte comes first
+        return codes[..., :length]
+    if bits == 8:
+        return packed[..., :length]
     count, size = _CODES_PER_WORD[bits]
-    if size == 1:
-        words = packed
-    else:
-        parts = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % size)).unflatten(-1, (-1, size)).int()
-        words = parts[..., 0]
-        for i in range(1, size):
-            words = words | parts[..., i] << (8 * i)
+    parts = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % size)).unflatten(-1, (-1, size)).int()
+    words = parts[..., 0]
+    for i in range(1, size):
+        words = words | parts[..., i] << (8 * i)
     codes = torch.stack([words >> (bits * i) & (2**bits - 1) for i in range(count)], dim=-1)
     return codes.to(torch.uint8).flatten(-2)[..., :length]
 
@@ -116,12 +125,32 @@ class Quantizer:
         they must not widen the range of those that share a group with them.
         """
         codes, minimum, step = quantize(self._grouped(latents, unread), self.bits, self.clip)
-        return Packed(pack(codes, self.bits), minimum, step)
+        return Packed(pack(codes, self.bits).contiguous(), minimum, step)
 
     def decode(self, packed: Packed, rank: int, dtype: torch.dtype) -> torch.Tensor:
         """[batch, n * group, rank] as `encode` was given it, up to half a step."""
         codes = unpack(packed.codes, self.bits, self.group if self.per_channel else rank)
         return self._flat(dequantize(codes, packed.minimum, packed.step, dtype))
+
+    def decode_tokens_last(self, packed: Packed, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """`decode`, but [batch, rank, n * group]."""
+        if not self.per_channel:
+            return self.decode(packed, rank, dtype).mT
+        codes, minimum, step = (part.transpose(1, 2) for part in packed)  # the codes are moved while they are small
+        codes = unpack(codes.contiguous(), self.bits, self.group)
+        return dequantize(codes, minimum, step, dtype).flatten(2)
+
+    def weighted_sum(self, packed: Packed, weights: torch.Tensor, rank: int) -> torch.Tensor:
+        """`weights @ decode(packed)` of the first tokens, [batch, n, tokens]: [batch, n, rank] in the weights' dtype.
+
+        Where each token has its own minimum and step, they join its weight, and the codes are read as they are.
+        """
+        count = weights.shape[-1]
+        if self.per_channel:
+            return weights @ self.decode(packed, rank, weights.dtype)[:, :count]
+        codes, minimum, step = (part.flatten(1, 2)[:, :count] for part in packed)
+        codes = unpack(codes, self.bits, rank).to(weights.dtype)
+        return (weights * step.mT) @ codes + weights @ minimum.to(weights.dtype)
 
     def round_trip(self, latents: torch.Tensor, unread: torch.Tensor | int = 0) -> torch.Tensor:
         """`decode(encode(latents))` bit for bit, without packing, and with the gradient of the identity."""

@@ -15,12 +15,15 @@ from transformers import DynamicCache, PretrainedConfig
 
 from .cskv_attention import attention_class
 from .cskv_cache import CSKVCache
+from .cskv_decode import DecodeStep
 from .cskv_latents import Latents
+from .cskv_layer import CSKVLayer
 from .cskv_positions import RotaryHistory
 from .cskv_quantizer import Quantizer
+from .cskv_rotation import Turn
 
 # Every file of this model is imported here: transformers 4.57 takes along only those that it finds in this one.
-__all__ = ["CSKVCache", "CSKVForCausalLM", "Latents", "Quantizer", "RotaryHistory"]
+__all__ = ["CSKVCache", "CSKVForCausalLM", "CSKVLayer", "DecodeStep", "Latents", "Quantizer", "RotaryHistory", "Turn"]
 
 # transformers 5.24 renamed the argument
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
@@ -58,7 +61,9 @@ class CSKVForCausalLM:
         if kwargs.get(CACHE) is None and (self.config.use_cache if wanted is None else wanted):
             kwargs[CACHE] = CSKVCache(self.config)
         if isinstance(kwargs.get(CACHE), CSKVCache):
-            kwargs[CACHE].begin(model, kwargs.get("attention_mask"))
+            attentions = kwargs.get("output_attentions")
+            whole = self.config.output_attentions if attentions is None else attentions
+            kwargs[CACHE].begin(model, kwargs.get("attention_mask"), whole=bool(whole))
         return args, kwargs
 
     def _prepare_cache_for_generation(

@@ -36,7 +36,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         "dtype": _dtype(config),
         "weight_bytes": weights,
         "cache_bytes_per_token": {"base": base_bytes(shape, layout, 1), "cskv": bytes_per_token(shape, layout)},
-        "tokens_that_fit": {f"{size} GB": _reach(shape, layout, size * 10**9 - weights) for size in MEMORIES},
+        "tokens_that_fit": {f"{size} GB": reach(shape, layout, size * 10**9 - weights) for size in MEMORIES},
         "paper_example": _paper_example(shape, layout),
     }
 
@@ -57,7 +57,7 @@ def _dtype(config: dict[str, Any]) -> str:
     return config.get("dtype") or config["torch_dtype"]
 
 
-def _reach(shape: Shape, layout: Layout, room: float) -> dict[str, int]:
+def reach(shape: Shape, layout: Layout, room: float) -> dict[str, int]:
     """Most tokens whose cache takes at most `room` bytes, in whole groups."""
     base = max(int(room // base_bytes(shape, layout, 1)), 0)
     low, high, step = 0, max(int(room), 0), layout.group or 1

@@ -1,0 +1,224 @@
+"""The decode step: one new token attends to its history without the history being rebuilt.
+
+scores   q . [exact keys]  and  q . rotate(c B_K + b), the keys of old tokens a tile at a time
+output   p [exact values] + (p c_V) B_V + sum(p) b_V, the values of old tokens never
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .cskv_rotation import can_take_apart
+
+if TYPE_CHECKING:
+    from .cskv_attention import CSKVAttention
+    from .cskv_layer import CSKVLayer
+
+CPU_TILE, GPU_TILE = 2**20, 2**26  # numbers in a tile of rotated keys: on a CPU it should stay in its cache
+GENERIC = {"sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}  # know only what they are given
+EAGER_LIKE = "llama", "gemma2", "gpt_oss"  # models whose own eager attention is the one below
+GIVEN = {"attention_mask", "scaling", "softcap", "s_aux"}
+NO_MATTER = {  # to a token that attends to all others
+    "cache_position",
+    "dropout",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+
+
+class DecodeStep:
+    """One token in one layer; called in place of transformers' attention function."""
+
+    def __init__(self, attention: CSKVAttention, rotates: bool) -> None:
+        self.attention, self.rotates = attention, rotates
+
+    def read(self, layer: CSKVLayer, old: int) -> None:
+        """Take the history of a layer, whose tensors may be moved away soon; `old` tokens are before the window."""
+        self.latents, self.old = [store.as_it_is() for store in layer.latents], old
+        self.rows, self.rotary, self.sinks = layer.rows, layer.rotary, layer.sinks
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of query [batch, heads, 1, head_dim] to `key` and `value`, which are exact, and to the old tokens.
+
+        Args:
+            attention_mask: see `Rows.bias`.
+            softcap: scores become softcap * tanh(score / softcap).
+            s_aux: a score for each head that takes its share of attention and gives nothing (GPT-OSS).
+
+        Returns:
+            [batch, 1, heads, head_dim], and None for the weights.
+        """
+        exact, dim = key.shape[2], query.shape[-1]
+        full = torch.promote_types(torch.float32, query.dtype)
+        self.work = work = full if query.device.type == "cpu" else query.dtype
+        grouped = query.view(len(query), key.shape[1], -1, dim).to(work) * (dim**-0.5 if scaling is None else scaling)
+        scores = [grouped @ key.to(work).mT, *self._old_scores(grouped)]
+        scores = self._masked(torch.cat(scores, dim=-1).to(full), exact, attention_mask, softcap)
+        if s_aux is not None:
+            aside = s_aux.to(full).view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, -1)
+            scores = torch.cat([scores, aside], dim=-1)
+        weights = scores.softmax(-1)
+        output = weights[..., :exact].to(work) @ value.to(work)
+        output = output + self._old_values(weights[..., exact : exact + self.old].to(work))
+        return output.to(value.dtype).view(len(query), 1, -1, dim), None
+
+    def _old_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
+        attention, tile = self.attention, self._tile(query)
+        turn = self.rotary.turn(self.old, attention.rotate, query.shape[-1], query, self.work) if self.rotates else None
+        if turn is not None:
+            query = query @ turn.query
+        scores = []
+        for start in range(0, self.old, tile):
+            keys = attention.rebuild_key_tile(self.latents[0].tile(start, min(start + tile, self.old)))
+            scores.append(query @ (keys.to(self.work) if turn is None else turn.applied(keys, start)))
+        return scores
+
+    def _masked(
+        self, scores: torch.Tensor, exact: int, mask: torch.Tensor | None, softcap: float | None
+    ) -> torch.Tensor:
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        total = self.old + exact - self.sinks
+        bias = self.rows.bias(mask, self.sinks, self.old, total, scores.device)
+        if bias is not None:
+            return scores.add_(bias.to(scores.device))
+        scores.narrow(-1, exact, self.sinks).fill_(-torch.inf)
+        return scores
+
+    def _old_values(self, weights: torch.Tensor) -> torch.Tensor:
+        """The sum of the old tokens' values with weights [batch, groups, heads of a group, tokens]."""
+        up = self.attention.v_up
+        context = self.latents[1].weighted_sum(weights, self._tile(weights)).to(self.work)
+        values = context @ up.weight.to(self.work).unflatten(0, (weights.shape[1], -1)).mT
+        if up.bias is None:
+            return values
+        return values + weights.sum(-1, keepdim=True) * up.bias.view(weights.shape[1], 1, -1)
+
+    def _tile(self, like: torch.Tensor) -> int:
+        """Tokens in a tile, whole groups of the quantizer."""
+        numbers = CPU_TILE if like.device.type == "cpu" else GPU_TILE
+        group = max(1 if store.quantizer is None else store.quantizer.group for store in self.latents)
+        return max(numbers // (2 * len(like) * like.shape[1] * self.attention.head_dim) // group, 1) * group
+
+
+def run_step(step: Any, attention: CSKVAttention, *args: Any, **kwargs: Any) -> tuple:
+    """The base forward of an attention layer with `step` as its attention function."""
+    twin = object.__new__(type(attention))
+    vars(twin).update(vars(attention), config=_StepConfig(attention.config), step=step)
+    return super(type(attention).front, twin).forward(*args, **kwargs)
+
+
+class _StepConfig:
+    """A model's config, but for the attention function that it asks for."""
+
+    _attn_implementation = __name__
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _attend(attention: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    return attention.step(*args, **kwargs)
+
+
+ALL_ATTENTION_FUNCTIONS.register(__name__, _attend)
+
+
+def next_step(
+    attention: CSKVAttention, layer: CSKVLayer, hidden_states: torch.Tensor, args: tuple, kwargs: dict[str, Any]
+) -> DecodeStep | None:
+    """A step for the token of `hidden_states` [batch, 1, hidden]; None where the layer's cache must be rebuilt.
+
+    That is so for several tokens at once, with gradients, and for a layer that does more with keys, values or scores
+    than a `DecodeStep` knows: whatever it calls attention with is looked at, once for each set of arguments.
+    """
+    if hidden_states.shape[1] != 1 or torch.is_grad_enabled() or attention.training or not layer.decodes():
+        return None
+    rotation, mask = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
+    if mask is not None and not _is_of_one_row(mask, layer.get_seq_length() + 1):
+        return None
+    given = attention.config._attn_implementation, *(name for name, value in kwargs.items() if value is not None)
+    known = vars(attention).setdefault("known_calls", {})
+    if given not in known:
+        known[given] = _is_known(attention, hidden_states, args, kwargs)
+    return DecodeStep(attention, rotation is not None and attention.rotates) if known[given] else None
+
+
+def _is_of_one_row(mask: Any, total: int) -> bool:
+    if not torch.is_tensor(mask) or mask.shape[-1] != total:
+        return False
+    return mask.dim() == 2 or mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1
+
+
+def _is_known(attention: CSKVAttention, hidden_states: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
+    projections = attention.k_up, attention.v_up
+    if any(type(up) is not nn.Linear or hasattr(up, "_hf_hook") for up in projections) or attention.clips:
+        return False
+    implementation = attention.config._attn_implementation
+    if implementation not in GENERIC and not (implementation == "eager" and _has_known_eager(attention.base)):
+        return False
+    rotation = kwargs.get("position_embeddings") if attention.rotates else None
+    if rotation is not None and not can_take_apart(attention.rotate, rotation, attention.head_dim):
+        return False
+    trial = _Trial()
+    replaced = {name: trial if name in ("cache", "past_key_values") else value for name, value in kwargs.items()}
+    run_step(trial, attention, hidden_states, *args, **replaced)
+    return trial.passed
+
+
+class _Trial:
+    """In place of a cache and of the attention function: does what the one returns reach the other as it is?"""
+
+    def __init__(self) -> None:
+        self.states: tuple | None = None
+        self.passed = False
+
+    def update(self, *states: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.states = states[:2]
+        return self.states
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        given = {name for name, argument in kwargs.items() if argument is not None}
+        same = self.states is not None and key is self.states[0] and value is self.states[1]
+        self.passed = same and given <= GIVEN | NO_MATTER
+        return query.transpose(1, 2), None
+
+
+@functools.cache
+def _has_known_eager(base: type) -> bool:
+    """Whether a model's own attention function is, instruction by instruction, one that `DecodeStep` stands for."""
+    function = getattr(sys.modules[base.__module__], "eager_attention_forward", None)
+    known = (importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in EAGER_LIKE)
+    return function is not None and any(_code(function) == _code(model.eager_attention_forward) for model in known)
+
+
+def _code(function: Any) -> tuple:
+    code = inspect.unwrap(function).__code__
+    return code.co_code, code.co_names, code.co_consts
