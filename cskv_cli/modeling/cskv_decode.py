@@ -26,6 +26,7 @@ CPU_TILE, GPU_TILE = 2**20, 2**26  # numbers in a tile of rotated keys: on a CPU
 GENERIC = {"sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}  # know only what they are given
 EAGER_LIKE = "llama", "gemma2", "gpt_oss"  # models whose own eager attention is the one below
 GIVEN = {"attention_mask", "scaling", "softcap", "s_aux"}
+UNKNOWN_TO_SDPA = {"softcap", "s_aux"}  # it goes on without them (transformers 4.57), or refuses them
 NO_MATTER = {  # to a token that attends to all others
     "cache_position",
     "dropout",
@@ -187,7 +188,7 @@ def _is_known(attention: CSKVAttention, hidden_states: torch.Tensor, args: tuple
     rotation = kwargs.get("position_embeddings") if attention.rotates else None
     if rotation is not None and not can_take_apart(attention.rotate, rotation, attention.head_dim):
         return False
-    trial = _Trial()
+    trial = _Trial(GIVEN - UNKNOWN_TO_SDPA if implementation == "sdpa" else GIVEN)
     replaced = {name: trial if name in ("cache", "past_key_values") else value for name, value in kwargs.items()}
     run_step(trial, attention, hidden_states, *args, **replaced)
     return trial.passed
@@ -196,7 +197,8 @@ def _is_known(attention: CSKVAttention, hidden_states: torch.Tensor, args: tuple
 class _Trial:
     """In place of a cache and of the attention function: does what the one returns reach the other as it is?"""
 
-    def __init__(self) -> None:
+    def __init__(self, given: set[str]) -> None:
+        self.given = given
         self.states: tuple | None = None
         self.passed = False
 
@@ -207,7 +209,7 @@ class _Trial:
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         given = {name for name, argument in kwargs.items() if argument is not None}
         same = self.states is not None and key is self.states[0] and value is self.states[1]
-        self.passed = same and given <= GIVEN | NO_MATTER
+        self.passed = same and given <= self.given | NO_MATTER
         return query.transpose(1, 2), None
 
 
