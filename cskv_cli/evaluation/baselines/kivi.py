@@ -20,12 +20,10 @@ GROUP = RESIDUAL = 32
 class _Values(Latents):
     """Packs a token once `RESIDUAL` newer ones are there."""
 
-    def settle(self, unread: torch.Tensor) -> None:
-        """See `Latents.settle`."""
-        if self.recent.shape[1] > RESIDUAL:
-            recent, self.recent = self.recent[:, -RESIDUAL:], self.recent[:, :-RESIDUAL]
-            super().settle(unread)
-            self.recent = recent.clone()
+    @property
+    def unpacked_groups(self) -> int:
+        """Tokens that `settle` would pack."""
+        return max(self._count - RESIDUAL, 0)
 
 
 class KiviLayer(BaselineLayer):
