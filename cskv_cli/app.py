@@ -16,6 +16,7 @@ from cskv_cli.commands import (
     inspect,
     quantize,
     recipes,
+    search,
     status,
 )
 
@@ -30,6 +31,7 @@ app.command("analyze")(analyze.analyze)
 app.command("compress")(compress.compress)
 app.command("eval")(eval.evaluate)
 app.command("calibrate")(calibrate.calibrate)
+app.command("search")(search.search)
 app.command("init")(init.init)
 app.command("finetune")(finetune.finetune)
 app.command("quantize")(quantize.quantize)

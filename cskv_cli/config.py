@@ -42,8 +42,90 @@ class CalibrateConfig(DataConfig):
     """`cskv calibrate`."""
 
 
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def _size(text: str) -> float:
+    """Bytes that `8GB`, `500 MiB` or `1e9` stand for."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS or not (bytes_ := float(match[1]) * _UNITS[match[2]]) > 0:
+        raise ValueError(f"{text!r} is not a size: give bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
+    return bytes_
+
+
+def _tokens(text: str) -> int:
+    """Tokens that `8192` or `128k` (131,072) stand for."""
+    match = re.fullmatch(r"(\d+)\s*([km]?)", text.strip().lower())
+    if match is None or not int(match[1]):
+        raise ValueError(f"{text!r} is not a number of tokens: give 8192, 128k or 1m")
+    return int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]]
+
+
+class SearchConfig(StageConfig):
+    """`cskv search`: how large the cache may be, said in one of three ways, and what to measure on."""
+
+    budget: float | None = Field(
+        None, gt=0, lt=1, description="Share of the base's cache bytes to remove, at --context tokens."
+    )
+    bytes_per_token: float | None = Field(None, gt=0, description="Bytes of cache that a token may take on average.")
+    memory: str | None = Field(None, description="Memory for the cache of one sequence of --context tokens: 8GB.")
+    context: str = Field("8192", description="Tokens at which the bytes are counted: 8192, 128k.")
+    window: int = Field(32, ge=1, description="Last tokens whose keys and values stay exact.")
+    sinks: int = Field(4, ge=0, description="First tokens whose keys and values stay exact.")
+    group: int = Field(32, ge=1, description="Tokens that share a minimum and a step; at most the window.")
+    windows: int = Field(
+        4, ge=2, description="Windows each candidate is measured on: half text, half lists and quotes."
+    )
+    seq_len: int = Field(512, ge=64, description="Tokens in a window.")
+    recall: float = Field(0.3, ge=0, lt=1, description="Weight of lists and quotes in the score, against plain text.")
+    rounds: int = Field(8, ge=0, description="Refined combinations to verify after the first.")
+    max_evals: int | None = Field(None, ge=1, description="Most measurements to make in this call; then it combines.")
+    data: tuple[str, ...] = Field((), description="Text to measure on, as for calibrate; by default the same.")
+    seed: int = Field(0, description="Seed of everything random.")
+    device: Device = Field("auto", description="Where to compute.")
+    dtype: Dtype = Field("auto", description="Precision to compute in; auto is float32.")
+
+    _one_or_several = field_validator("data", mode="before")(_one_or_several)
+
+    @field_validator("memory")
+    @classmethod
+    def _readable_memory(cls, memory: str | None) -> str | None:
+        if memory is not None:
+            _size(memory)
+        return memory
+
+    @field_validator("context", mode="before")
+    @classmethod
+    def _readable_context(cls, context: Any) -> str:
+        return str(_tokens(str(context)))
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> "SearchConfig":
+        if sum(value is not None for value in (self.budget, self.bytes_per_token, self.memory)) != 1:
+            raise ValueError("give one of --budget, --bytes-per-token and --memory")
+        if self.group > self.window:
+            raise ValueError(f"group {self.group} is more than the window of {self.window} tokens")
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """Tokens at which bytes are counted."""
+        return int(self.context)
+
+    def limit(self, base_bytes: int) -> int:
+        """Bytes that the cache may take at `tokens`, where the base's takes `base_bytes`."""
+        if self.budget is not None:
+            return int((1 - self.budget) * base_bytes)
+        return int(_size(self.memory)) if self.memory is not None else int(self.bytes_per_token * self.tokens)
+
+
+ALLOCATION_HELP = "Per-layer {what} of a search: auto (this run's), or an allocation.json."
+
+
 class InitConfig(StageConfig):
     """`cskv init`. A rank, where one is given, wins over the ratio; a ratio is the share of channels removed."""
+
+    allocation: str | None = Field(None, description=ALLOCATION_HELP.format(what="ranks"))
 
     method: Literal["whitened", "asvd", "svd", "random"] = Field("whitened", description="How to factorize.")
     alpha: float = Field(0.5, ge=0, description="Exponent of asvd's scaling.")
@@ -61,6 +143,9 @@ class InitConfig(StageConfig):
             given = {f"rank_{name}", f"ratio_{name}"} <= self.model_fields_set
             if given and getattr(self, f"rank_{name}") is not None:
                 raise ValueError(f"rank_{name} and ratio_{name} say the same thing: give one")
+        ranks = (self.ratio_k, self.ratio_v, self.rank_k, self.rank_v)
+        if self.allocation is not None and ranks != (0.5, 0.5, None, None):
+            raise ValueError("an allocation has the ranks already: give no rank or ratio")
         return self
 
 
@@ -110,11 +195,18 @@ class FinetuneConfig(StageConfig):
 class QuantizeConfig(StageConfig):
     """`cskv quantize`."""
 
+    allocation: str | None = Field(None, description=ALLOCATION_HELP.format(what="bits"))
     qat: FinetuneConfig | None = Field(None, description="Train the factors with the codes in the loop.")
     bits_k: Bits = Field(4, description="Bits of a key latent.")
     bits_v: Bits = Field(4, description="Bits of a value latent.")
     group: int = Field(32, ge=1, description="Tokens that share a minimum and a step; at most the window.")
     seed: int = Field(0, description="Seed of the rotations tried.")
+
+    @model_validator(mode="after")
+    def _one_way_to_say_it(self) -> "QuantizeConfig":
+        if self.allocation is not None and (self.bits_k, self.bits_v, self.group) != (4, 4, 32):
+            raise ValueError("an allocation has the bits and the group already: give neither")
+        return self
 
 
 class ExportConfig(StageConfig):

@@ -7,7 +7,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from cskv_cli import __version__
 from cskv_cli.checkpoint.base import BaseModel
-from cskv_cli.layout import Layout, span
+from cskv_cli.layout import Layout, bits_span, span
 
 _CARD = """---
 {front}
@@ -72,10 +72,15 @@ def write_card(folder: Path, base: BaseModel, layout: Layout, report: dict[str, 
         channels=report["channels"],
         rank_k=span(layout.rank_k),
         rank_v=span(layout.rank_v),
-        bits=f"; {span(layout.bits_k)}-bit keys, {span(layout.bits_v)}-bit values" if layout.quantized else "",
+        bits=_bits(layout) if layout.quantized else "",
         version=__version__,
     )
     ModelCard(text).save(folder / "README.md")
+
+
+def _bits(layout: Layout) -> str:
+    keys, values = bits_span(layout.bits_k, layout.rank_k), bits_span(layout.bits_v, layout.rank_v)
+    return f"; {keys}-bit keys, {values}-bit values"
 
 
 def _megabytes(size: float) -> str:
