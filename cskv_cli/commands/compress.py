@@ -144,8 +144,8 @@ def _search_settings(settings: Settings, bits: int | None, run: Run) -> bool:
     """
     search, init, quantize = settings["search"], settings["init"], settings["quantize"]
     if not _FORMS & search.keys():
-        shared = InitConfig.model_fields.keys() | QuantizeConfig.model_fields | CalibrateConfig.model_fields
-        if only := sorted(search.keys() - shared):
+        shared = (InitConfig, QuantizeConfig, CalibrateConfig, FinetuneConfig)
+        if only := sorted(search.keys() - {name for config in shared for name in config.model_fields}):
             raise typer.BadParameter(f"--{only[0].replace('_', '-')} is a setting of a search: give --budget too")
         settings["search"] = {}
         if init.get("allocation") == AUTO:

@@ -12,6 +12,7 @@ def choose(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], bud
 
     Dynamic programming over the budget in cells; sizes are rounded up to cells, so the budget is never exceeded, and
     the total cost is at most that of the best choice within (1 - 1/500) of the budget beyond the smallest options.
+    What rounding left is spent greedily.
     """
     floors = [min(options) for options in sizes]
     room = budget - sum(floors)
@@ -38,7 +39,26 @@ def choose(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], bud
         option = int(pick[cell])
         chosen.append(option)
         cell -= steps[option]
-    return chosen[::-1]
+    return _fill(chosen[::-1], costs, sizes, budget)
+
+
+def _fill(
+    chosen: list[int], costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: int
+) -> list[int]:
+    """Spend what the rounding left: as long as one fits, the change of one item that saves most."""
+    left = budget - sum(options[n] for options, n in zip(sizes, chosen, strict=True))
+    while True:
+        changes = [
+            (costs[item][new] - costs[item][now], item, new)
+            for item, now in enumerate(chosen)
+            for new, size in enumerate(sizes[item])
+            if costs[item][new] < costs[item][now] and size - sizes[item][now] <= left
+        ]
+        if not changes:
+            return chosen
+        _, item, new = min(changes)
+        left -= sizes[item][new] - sizes[item][chosen[item]]
+        chosen[item] = new
 
 
 def _cells_up(size: int, unit: float) -> int:
