@@ -22,6 +22,7 @@ from cskv_cli.commands import (
     inspect,
     quantize,
     recipes,
+    search,
     status,
     sweep,
 )
@@ -40,6 +41,7 @@ app.command("bench")(bench.bench)
 app.command("eval")(eval.evaluate)
 app.command("sweep")(sweep.sweep)
 app.command("calibrate")(calibrate.calibrate)
+app.command("search")(search.search)
 app.command("init")(init.init)
 app.command("finetune")(finetune.finetune)
 app.command("quantize")(quantize.quantize)

@@ -1,9 +1,9 @@
 """One frozen config per stage: the source of its flags, its recipe keys and its manifest."""
 
 import re
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -55,8 +55,90 @@ class CalibrateConfig(DataConfig):
     """`cskv calibrate`."""
 
 
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def _size(text: str) -> float:
+    """Bytes that `8GB`, `500 MiB` or `1e9` stand for."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS or not (bytes_ := float(match[1]) * _UNITS[match[2]]) > 0:
+        raise ValueError(f"{text!r} is not a size: give bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
+    return bytes_
+
+
+def _tokens(text: str) -> int:
+    """Tokens that `8192` or `128k` (131,072) stand for."""
+    match = re.fullmatch(r"(\d+)\s*([km]?)", text.strip().lower())
+    if match is None or not int(match[1]):
+        raise ValueError(f"{text!r} is not a number of tokens: give 8192, 128k or 1m")
+    return int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]]
+
+
+class SearchConfig(StageConfig):
+    """`cskv search`: how large the cache may be, said in one of three ways, and what to measure on."""
+
+    budget: float | None = Field(
+        None, gt=0, lt=1, description="Share of the base's cache bytes to remove, at --context tokens."
+    )
+    bytes_per_token: float | None = Field(None, gt=0, description="Bytes of cache that a token may take on average.")
+    memory: str | None = Field(None, description="Memory for the cache of one sequence of --context tokens: 8GB.")
+    context: str = Field("8192", description="Tokens at which the bytes are counted: 8192, 128k.")
+    window: int = Field(32, ge=1, description="Last tokens whose keys and values stay exact.")
+    sinks: int = Field(4, ge=0, description="First tokens whose keys and values stay exact.")
+    group: int = Field(32, ge=1, description="Tokens that share a minimum and a step; at most the window.")
+    windows: int = Field(
+        4, ge=2, description="Windows each candidate is measured on: half text, half lists and quotes."
+    )
+    seq_len: int = Field(512, ge=64, description="Tokens in a window.")
+    recall: float = Field(0.3, ge=0, lt=1, description="Weight of lists and quotes in the score, against plain text.")
+    rounds: int = Field(8, ge=0, description="Refined combinations to verify after the first.")
+    max_evals: int | None = Field(None, ge=1, description="Most measurements to make in this call; then it combines.")
+    data: tuple[str, ...] = Field((), description="Text to measure on, as for calibrate; by default the same.")
+    seed: int = Field(0, description="Seed of everything random.")
+    device: Device = Field("auto", description="Where to compute.")
+    dtype: Dtype = Field("auto", description="Precision to compute in; auto is float32.")
+
+    _one_or_several = field_validator("data", mode="before")(_one_or_several)
+
+    @field_validator("memory")
+    @classmethod
+    def _readable_memory(cls, memory: str | None) -> str | None:
+        if memory is not None:
+            _size(memory)
+        return memory
+
+    @field_validator("context", mode="before")
+    @classmethod
+    def _readable_context(cls, context: Any) -> str:
+        return str(_tokens(str(context)))
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> "SearchConfig":
+        if sum(value is not None for value in (self.budget, self.bytes_per_token, self.memory)) != 1:
+            raise ValueError("give one of --budget, --bytes-per-token and --memory")
+        if self.group > self.window:
+            raise ValueError(f"group {self.group} is more than the window of {self.window} tokens")
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """Tokens at which bytes are counted."""
+        return int(self.context)
+
+    def limit(self, base_bytes: int) -> int:
+        """Bytes that the cache may take at `tokens`, where the base's takes `base_bytes`."""
+        if self.budget is not None:
+            return int((1 - self.budget) * base_bytes)
+        return int(_size(self.memory)) if self.memory is not None else int(self.bytes_per_token * self.tokens)
+
+
+ALLOCATION_HELP = "Per-layer {what} of a search: auto (this run's), or an allocation.json."
+
+
 class InitConfig(StageConfig):
     """`cskv init`. A rank, where one is given, wins over the ratio; a ratio is the share of channels removed."""
+
+    allocation: str | None = Field(None, description=ALLOCATION_HELP.format(what="ranks"))
 
     method: Literal["whitened", "asvd", "svd", "random"] = Field("whitened", description="How to factorize.")
     alpha: float = Field(0.5, ge=0, description="Exponent of asvd's scaling.")
@@ -74,6 +156,9 @@ class InitConfig(StageConfig):
             given = {f"rank_{name}", f"ratio_{name}"} <= self.model_fields_set
             if given and getattr(self, f"rank_{name}") is not None:
                 raise ValueError(f"rank_{name} and ratio_{name} say the same thing: give one")
+        ranks = (self.ratio_k, self.ratio_v, self.rank_k, self.rank_v)
+        if self.allocation is not None and ranks != (0.5, 0.5, None, None):
+            raise ValueError("an allocation has the ranks already: give no rank or ratio")
         return self
 
 
@@ -123,11 +208,18 @@ class FinetuneConfig(StageConfig):
 class QuantizeConfig(StageConfig):
     """`cskv quantize`."""
 
+    allocation: str | None = Field(None, description=ALLOCATION_HELP.format(what="bits"))
     qat: FinetuneConfig | None = Field(None, description="Train the factors with the codes in the loop.")
     bits_k: Bits = Field(4, description="Bits of a key latent.")
     bits_v: Bits = Field(4, description="Bits of a value latent.")
     group: int = Field(32, ge=1, description="Tokens that share a minimum and a step; at most the window.")
     seed: int = Field(0, description="Seed of the rotations tried.")
+
+    @model_validator(mode="after")
+    def _one_way_to_say_it(self) -> "QuantizeConfig":
+        if self.allocation is not None and (self.bits_k, self.bits_v, self.group) != (4, 4, 32):
+            raise ValueError("an allocation has the bits and the group already: give neither")
+        return self
 
 
 class ExportConfig(StageConfig):
@@ -168,88 +260,3 @@ class PushConfig(StageConfig):
         if self.create_pr and self.branch:
             raise ValueError("--create-pr is against main: drop --branch")
         return self
-
-
-class EvalConfig(StageConfig):
-    """`cskv eval`: what is scored, and by what budget a baseline compresses."""
-
-    ratio: tuple[float, ...] = Field(
-        (0.5,), description="Share of the cache that streaming-llm, h2o, asvd and svd-cache remove; each one is scored."
-    )
-    bits: tuple[int, ...] = Field((4,), description="Bits of kivi: 2, 3, 4 or 8; each one is scored.")
-    data: tuple[str, ...] = Field(
-        (), description="Text to score, as for calibrate; consecutive windows from its start. By default 'builtin'."
-    )
-    samples: int = Field(16, ge=1, description="Windows of text.")
-    seq_len: int = Field(1024, ge=2, description="Tokens in a window.")
-    entries: int = Field(60, ge=2, le=10_000, description="Entries in a list of keys and values.")
-    lines: tuple[PositiveInt, ...] = Field((200,), description="Lines of a longeval record; each length is scored.")
-    cases: int | None = Field(
-        None,
-        ge=1,
-        description="Lists of retrieval, records of longeval of each length (by default 100); questions of each data "
-        "set of a benchmark (by default all).",
-    )
-    max_prompt: int | None = Field(
-        None,
-        ge=1,
-        description="Tokens of a benchmark's prompt; longer ones are cut in the middle. By default what the model's "
-        "context holds.",
-    )
-    chat: bool = Field(True, description="Put benchmark prompts into the model's chat template, if it has one.")
-    seed: int = Field(0, description="Seed of the lists and records.")
-    device: Device = Field("auto", description="Where to compute.")
-    dtype: Dtype = Field("auto", description="Precision to compute in; auto is the checkpoint's.")
-
-    @field_validator("ratio")
-    @classmethod
-    def _ratios(cls, ratios: tuple[float, ...]) -> tuple[float, ...]:
-        if not all(0 <= ratio < 1 for ratio in ratios):
-            raise ValueError("a ratio is the share removed: at least 0 and less than 1")
-        return ratios
-
-    @field_validator("bits")
-    @classmethod
-    def _bits(cls, bits: tuple[int, ...]) -> tuple[int, ...]:
-        if not set(bits) <= set(get_args(Bits)):
-            raise ValueError("bits are 2, 3, 4 or 8")
-        return bits
-
-    @field_validator("ratio", "bits", "lines", "data", mode="before")
-    @classmethod
-    def _one_or_several(cls, given: Any) -> Any:
-        return (given,) if isinstance(given, str | int | float) else given
-
-
-class BenchConfig(StageConfig):
-    """`cskv bench`."""
-
-    context: tuple[int, ...] = Field((512, 2048), description="Tokens read before decoding; several as 512,2048,8000.")
-    batch: tuple[int, ...] = Field((1,), description="Sequences at a time; several as 1,4.")
-    new_tokens: int = Field(32, ge=1, description="Tokens that each cache decodes.")
-    prefills: int = Field(3, ge=1, description="Times that each cache reads the context.")
-    memory: str = Field("8GB", pattern=r"^\d+(\.\d+)?\s*[kMGT]?B$", description="Memory for weights and cache.")
-    device: Device = Field("auto", description="Where to compute.")
-    dtype: Dtype = Field("auto", description="Precision to compute in; auto is the checkpoint's.")
-
-    @field_validator("context", "batch", mode="before")
-    @classmethod
-    def _several(cls, given: Any) -> Any:
-        """`--context 512,2048` comes as a list of one text."""
-        if isinstance(given, int):
-            return (given,)
-        return tuple(part for item in given for part in (item.split(",") if isinstance(item, str) else [item]))
-
-    @field_validator("context", "batch")
-    @classmethod
-    def _positive(cls, given: tuple[int, ...]) -> tuple[int, ...]:
-        if not given or min(given) < 1:
-            raise ValueError("must be whole numbers from 1, with commas between them")
-        return tuple(dict.fromkeys(given))
-
-    @property
-    def memory_bytes(self) -> int:
-        """`memory` in bytes."""
-        number = self.memory.removesuffix("B").strip()
-        power = "kMGT".find(number[-1]) + 1
-        return int(float(number.rstrip("kMGT")) * 1000**power)

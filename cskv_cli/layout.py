@@ -23,6 +23,7 @@ class Layout(StageConfig):
         bits_k, bits_v: bits of a latent; None where they stay in the model's precision.
         clip_k, clip_v: share of a group's range that its codes cover.
         group: tokens that share a minimum and a step.
+        whole: layers that could be compressed and are left as they are; the others without ranks are bounded anyway.
     """
 
     version: Literal[1] = 1
@@ -35,6 +36,7 @@ class Layout(StageConfig):
     clip_k: tuple[float | None, ...]
     clip_v: tuple[float | None, ...]
     group: int | None = Field(None, ge=1)
+    whole: tuple[int, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Layout":
@@ -56,11 +58,11 @@ class Layout(StageConfig):
         return [i for i, rank in enumerate(self.rank_k) if rank is not None]
 
 
-def unquantized(window: int, sinks: int, rank_k: PerLayer, rank_v: PerLayer) -> Layout:
+def unquantized(window: int, sinks: int, rank_k: PerLayer, rank_v: PerLayer, whole: tuple[int, ...] = ()) -> Layout:
     """A layout without codes."""
     none = (None,) * len(rank_k)
     lists = dict(rank_k=rank_k, rank_v=rank_v, bits_k=none, bits_v=none, clip_k=none, clip_v=none)
-    return Layout(window=window, sinks=sinks, **lists)
+    return Layout(window=window, sinks=sinks, whole=whole, **lists)
 
 
 def span(values: Sequence[int | None]) -> str:
@@ -68,6 +70,11 @@ def span(values: Sequence[int | None]) -> str:
     present = [value for value in values if value is not None]
     low, high = min(present), max(present)
     return str(low) if low == high else f"{low} to {high}"
+
+
+def bits_span(bits: Sequence[int | None], ranks: Sequence[int | None]) -> str:
+    """As `span`, of the bits of the layers that have ranks; those without codes have 16."""
+    return span([each or 16 for each, rank in zip(bits, ranks, strict=True) if rank is not None])
 
 
 def save_layout(folder: Path, layout: Layout) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cskv_cli.config import EvalConfig
+from cskv_cli.eval_config import EvalConfig
 from cskv_cli.run import MANIFEST, Manifest, Run, write_json
 
 if TYPE_CHECKING:

@@ -26,19 +26,21 @@ class Shape:
 
 
 def base_bytes(shape: Shape, layout: Layout, tokens: int) -> int:
-    """The base model's cache in the layers that CSKV compresses."""
-    return len(layout.layers) * tokens * shape.token_bytes
+    """The base model's cache in the layers that CSKV could compress."""
+    return (len(layout.layers) + len(layout.whole)) * tokens * shape.token_bytes
 
 
 def cache_bytes(shape: Shape, layout: Layout, tokens: int) -> int:
-    """A CSKV cache in the same layers after `tokens` tokens of one sequence, for rotary models of constant frequency.
+    """The cache in the same layers after `tokens` tokens of one sequence, for rotary models of constant frequency.
 
     Latents of all tokens (the full groups as codes with minimum and step), exact keys and values of the window and the
     sinks, and one position per token for the whole model.
     """
-    total = tokens * POSITION_BYTES
+    total = tokens * POSITION_BYTES + len(layout.whole) * tokens * shape.token_bytes
     for i in layout.layers:
-        total += sum(_latent_bytes(shape, layout, name, i, tokens) for name in "kv")
+        for name in "kv":
+            rank, bits = (getattr(layout, f"{what}_{name}")[i] for what in ("rank", "bits"))
+            total += latent_bytes(shape, name, rank, bits, layout.group, tokens)
         total += (min(tokens, layout.window) + min(tokens, layout.sinks)) * shape.token_bytes
     return total
 
@@ -49,14 +51,14 @@ def bytes_per_token(shape: Shape, layout: Layout) -> float:
     return (cache_bytes(shape, layout, 3 * span) - cache_bytes(shape, layout, 2 * span)) / span
 
 
-def _latent_bytes(shape: Shape, layout: Layout, name: str, layer: int, tokens: int) -> int:
-    rank, bits = (getattr(layout, f"{what}_{name}")[layer] for what in ("rank", "bits"))
+def latent_bytes(shape: Shape, name: str, rank: int, bits: int | None, group: int | None, tokens: int) -> int:
+    """The latents of the keys ("k") or values ("v") of one layer after `tokens` tokens."""
     if bits is None:
         return tokens * rank * shape.dtype_bytes
-    groups, rest = divmod(tokens, layout.group)
+    groups, rest = divmod(tokens, group)
     packed = lambda count: -(-count * bits // 8)  # noqa: E731
     if name == "k":
-        group_bytes = rank * (packed(layout.group) + 4)  # minimum and step of each channel
+        group_bytes = rank * (packed(group) + 4)  # minimum and step of each channel
     else:
-        group_bytes = layout.group * (packed(rank) + 4)  # minimum and step of each token
+        group_bytes = group * (packed(rank) + 4)  # minimum and step of each token
     return groups * group_bytes + rest * rank * shape.dtype_bytes

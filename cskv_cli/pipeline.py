@@ -8,13 +8,22 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cskv_cli.allocation import ALLOCATION, AUTO
 from cskv_cli.checkpoint.base import BaseModel
-from cskv_cli.config import CalibrateConfig, ExportConfig, FinetuneConfig, InitConfig, QuantizeConfig, StageConfig
+from cskv_cli.config import (
+    CalibrateConfig,
+    ExportConfig,
+    FinetuneConfig,
+    InitConfig,
+    QuantizeConfig,
+    SearchConfig,
+    StageConfig,
+)
 from cskv_cli.console import Console
 from cskv_cli.distributed import workers
 from cskv_cli.errors import CskvError
 from cskv_cli.options import Settings, validation_message
-from cskv_cli.run import Manifest, Run
+from cskv_cli.run import Manifest, Run, sha256
 
 SHARED = ("calibrate", "finetune", "quantize")  # stages on which several processes work together
 
@@ -31,9 +40,13 @@ class Pipeline:
 
         self.run, self.settings, self.console = run, settings, console
         self._said: set[str] = set()
-        for given in (settings.get("calibrate"), settings.get("finetune"), settings.get("quantize", {}).get("qat")):
+        texts = [settings.get(stage) for stage in ("calibrate", "search", "finetune")]
+        for given in (*texts, settings.get("quantize", {}).get("qat")):
             if given and (data := given.get("data")):
                 given["data"] = tuple(map(with_absolute_path, [data] if isinstance(data, str) else data))
+        for given in (settings.get("init", {}), settings.get("quantize", {})):
+            if given.get("allocation") not in (None, AUTO):
+                given["allocation"] = str(Path(given["allocation"]).expanduser().absolute())
         self.base: BaseModel
         with workers().main_first():
             self.base, self._base_manifest = open_base(run, model, revision, console.progress)
@@ -109,14 +122,60 @@ class Pipeline:
 
         return self._stage("analyze", analyze.AnalyzeConfig(), {"calibrate": calibrated.digest}, make)
 
+    def search(self) -> Manifest:
+        """Rank and bits per layer, under a budget of bytes."""
+        from cskv_cli.stages.search import search
+
+        config = self.config("search", SearchConfig)
+        return self._stage(
+            "search",
+            config,
+            self._search_inputs(config),
+            lambda inputs: search(self.run, self.base, config, inputs, self.console.progress),
+        )
+
+    def plan_search(self) -> dict[str, Any]:
+        """What `search` would do."""
+        from cskv_cli.stages.search import plan
+
+        config = self.config("search", SearchConfig)
+        return plan(self.run, self.base, config, self._search_inputs(config), self.console.progress)
+
+    def _search_inputs(self, config: SearchConfig) -> dict[str, str]:
+        return {"calibrate": self.run.manifest("calibrate").digest} | self._texts("search", config.data)
+
+    def allocation(self, config: InitConfig | QuantizeConfig) -> tuple[Path | None, dict[str, str]]:
+        """The allocation file that a config names, and its digest as an input.
+
+        Raises:
+            CskvError: there is none, or the search's own was edited in place.
+        """
+        if config.allocation is None:
+            return None, {}
+        if config.allocation != AUTO:
+            path = Path(config.allocation)
+            if not path.is_file():
+                raise CskvError(f"there is no allocation {path}", "name another one, or run: cskv search")
+            return path, {f"allocation:{path}": sha256(path)}
+        path, manifest = self.run.folder("search") / ALLOCATION, self.run.manifest("search")
+        if manifest is not None and path.is_file() and sha256(path) != manifest.files[ALLOCATION]["sha256"]:
+            raise CskvError(
+                f"{path} was edited: the search would no longer be what it says",
+                f"move it out of the run directory and give it by name: --allocation {ALLOCATION}",
+            )
+        return path, {"search": self.run.require("search").digest}
+
     def init(self, calibrated: Manifest) -> Manifest:
         """Factors."""
         from cskv_cli.stages.init import init
 
         config = self.config("init", InitConfig)
-        inputs = {"calibrate": calibrated.digest}
+        path, chosen = self.allocation(config)
         return self._stage(
-            "init", config, inputs, lambda inputs: init(self.run, self.base, config, inputs, self.console.progress)
+            "init",
+            config,
+            {"calibrate": calibrated.digest} | chosen,
+            lambda inputs: init(self.run, self.base, config, inputs, self.console.progress, path),
         )
 
     def finetune(self, factors: Manifest) -> Manifest:
@@ -141,11 +200,12 @@ class Pipeline:
         from cskv_cli.stages.quantize import quantize
 
         config = self.config("quantize", QuantizeConfig)
+        path, chosen = self.allocation(config)
         return self._stage(
             "quantize",
             config,
-            self._training_inputs("quantize", factors, config.qat),
-            lambda inputs: quantize(self.run, self.base, factors.stage, config, inputs, self.console.progress),
+            self._training_inputs("quantize", factors, config.qat) | chosen,
+            lambda inputs: quantize(self.run, self.base, factors.stage, config, inputs, self.console.progress, path),
         )
 
     def factors(self) -> Manifest:

@@ -5,11 +5,12 @@ from typing import Any
 
 import yaml
 
-from cskv_cli.config import CalibrateConfig, ExportConfig, FinetuneConfig, InitConfig, QuantizeConfig
+from cskv_cli.config import CalibrateConfig, ExportConfig, FinetuneConfig, InitConfig, QuantizeConfig, SearchConfig
 from cskv_cli.errors import CskvError
 
 STAGE_CONFIGS = {
     "calibrate": CalibrateConfig,
+    "search": SearchConfig,
     "init": InitConfig,
     "finetune": FinetuneConfig,
     "quantize": QuantizeConfig,

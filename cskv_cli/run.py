@@ -21,7 +21,7 @@ from cskv_cli.launch import is_main
 
 MANIFEST = "manifest.json"
 _OFFLOAD = ".offload-"
-STAGES = ("base", "calibrate", "analyze", "init", "finetune", "quantize", "export")
+STAGES = ("base", "calibrate", "analyze", "search", "init", "finetune", "quantize", "export")
 Config = TypeVar("Config", bound=StageConfig)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from cskv_cli.config import CalibrateConfig, EvalConfig, FinetuneConfig, InitConfig, QuantizeConfig, StageConfig
+from cskv_cli.config import CalibrateConfig, FinetuneConfig, InitConfig, QuantizeConfig, StageConfig
 from cskv_cli.errors import CskvError
+from cskv_cli.eval_config import EvalConfig
 from cskv_cli.pipeline import checked
 
 UNQUANTIZED = 16

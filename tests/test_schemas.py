@@ -15,6 +15,7 @@ from tests.families import base_model
 from tests.hub import local_hub
 
 SCHEMAS = Path(__file__).parents[1] / "docs" / "schemas"
+SEARCH = "--budget", 0.6, "--context", 256, "--windows", 2, "--seq-len", 64, "--rounds", 1
 SIZES = "--samples", 2, "--seq-len", 40, "--entries", 5, "--cases", 3
 
 
@@ -57,6 +58,8 @@ def outputs(tmp_path_factory, tokenizer, text):
             ("compress", compress(folder, "--ratio-k", 0.5, "--dry-run")),
             ("calibrate", cskv("calibrate", folder / "base", *run, *data, *CALIBRATION)),
             ("analyze", cskv("analyze", *run)),
+            ("search", cskv("search", *run, *SEARCH)),
+            ("search", cskv("search", *run, *SEARCH, "--dry-run")),
             ("init", cskv("init", *run, "--window", 8)),
             ("finetune", cskv("finetune", *run, "--steps", 2, "--seq-len", 64)),
             ("export", cskv("export", *run)),

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from cskv_cli.checkpoint.base import BaseModel
-from cskv_cli.layout import Layout, span
+from cskv_cli.layout import Layout, bits_span, span
 from cskv_cli.measurements import Measurement, eval_results, quality_rows
 from cskv_cli.run import versions
 
@@ -120,7 +120,7 @@ def card_text(base: BaseModel, layout: Layout, report: dict[str, Any], origin: O
         channels=report["channels"],
         rank_k=span(layout.rank_k),
         rank_v=span(layout.rank_v),
-        bits=f"; {span(layout.bits_k)}-bit keys, {span(layout.bits_v)}-bit values" if layout.quantized else "",
+        bits=_bits(layout) if layout.quantized else "",
         recipe=yaml.safe_dump(origin.recipe, sort_keys=False, allow_unicode=True).strip(),
         versions=", ".join(f"{package} {version}" for package, version in versions().items()),
     )
@@ -172,6 +172,11 @@ def _quality(measured: Sequence[Measurement]) -> str:
         return ""
     head = "\n## Quality\n\nMeasured by `cskv eval` on these files, every token decoded from the compressed cache:\n\n"
     return head + "\n".join(["| | base | CSKV |", "|---|---|---|", *rows]) + "\n"
+
+
+def _bits(layout: Layout) -> str:
+    keys, values = bits_span(layout.bits_k, layout.rank_k), bits_span(layout.bits_v, layout.rank_v)
+    return f"; {keys}-bit keys, {values}-bit values"
 
 
 def _megabytes(size: float) -> str:

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cskv_cli.config import BenchConfig
 from cskv_cli.console import Console
 from cskv_cli.errors import CskvError
+from cskv_cli.eval_config import BenchConfig
 from cskv_cli.options import DEFAULT_CHECKPOINT, CheckpointArgument, RevisionOption, Settings, verb
 
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Draw decoding times into this PNG.")]

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cskv_cli.config import EvalConfig
 from cskv_cli.console import Console
 from cskv_cli.errors import CskvError
+from cskv_cli.eval_config import EvalConfig
 from cskv_cli.gates import Gate, parse_gates, values_of
 from cskv_cli.options import DEFAULT_CHECKPOINT, DEFAULT_RUN, RevisionOption, RunOption, Settings, verb
 

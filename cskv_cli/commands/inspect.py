@@ -3,7 +3,7 @@
 from typing import Any
 
 from cskv_cli.console import Console
-from cskv_cli.layout import span
+from cskv_cli.layout import bits_span, span
 from cskv_cli.options import DEFAULT_CHECKPOINT, CheckpointArgument, RevisionOption, verb
 
 
@@ -36,7 +36,8 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     size = result["cache_bytes_per_token"]
     bits = "as the model's"
     if result["group"] is not None:
-        bits = f"{span(result['bits_k'])} for keys, {span(result['bits_v'])} for values, groups of {result['group']}"
+        keys, values = (bits_span(result[f"bits_{x}"], result[f"rank_{x}"]) for x in "kv")
+        bits = f"{keys} for keys, {values} for values, groups of {result['group']}"
     return [
         ("model", f"{result['model_type']}, {result['weight_bytes'] / 1e9:.2f} GB of weights in {result['dtype']}"),
         ("compressed layers", f"{result['compressed_layers']} of {result['layers']}"),

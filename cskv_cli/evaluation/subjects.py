@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from cskv_cli.checkpoint.base import resolve_base
 from cskv_cli.checkpoint.load import find_checkpoint, load_base, load_checkpoint
-from cskv_cli.config import EvalConfig
 from cskv_cli.devices import pick_device
 from cskv_cli.errors import CskvError
+from cskv_cli.eval_config import EvalConfig
 from cskv_cli.evaluation import methods as make
 from cskv_cli.evaluation.baselines.asvd import asvd_model
 from cskv_cli.evaluation.methods import Method

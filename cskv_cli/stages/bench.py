@@ -12,9 +12,9 @@ from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel,
 
 from cskv_cli.checkpoint.load import layout_of, load_checkpoint, shape_of
 from cskv_cli.checkpoint.weights import read_json
-from cskv_cli.config import BenchConfig
 from cskv_cli.devices import pick_device
 from cskv_cli.errors import CskvError
+from cskv_cli.eval_config import BenchConfig
 from cskv_cli.evaluation.footprint import decoding_peak, held_bytes
 from cskv_cli.memory import base_bytes, cache_bytes
 from cskv_cli.modeling.cskv_cache import CSKVCache

@@ -10,9 +10,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from cskv_cli.checkpoint.load import load_tokenizer
-from cskv_cli.config import EvalConfig
 from cskv_cli.data.sources import parse_source
 from cskv_cli.data.windows import evaluation_windows
+from cskv_cli.eval_config import EvalConfig
 from cskv_cli.evaluation import perplexity as text
 from cskv_cli.evaluation import retrieval as lists
 from cskv_cli.evaluation.methods import Method

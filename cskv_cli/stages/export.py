@@ -74,13 +74,16 @@ def origin(
     settings = _lineage(run, source)
     settings["export"] = config.model_dump(mode="json", exclude={"factors"})
     qat = settings.pop("qat", None)
-    readers = [part for part in (settings["calibrate"], settings.get("finetune"), qat) if part is not None]
+    readers = [part for part in (settings["calibrate"], *map(settings.get, ("search", "finetune")), qat) if part]
     texts = list(dict.fromkeys(text for part in readers for text in part["data"]))
     for part in readers:
         names = [text.rsplit("/", 1)[-1] if text[0] == "/" else text for text in part["data"]]
         part |= {"device": None, "data": names}
     if qat is not None:
         settings["quantize"]["qat"] = qat
+    for stage in ("init", "quantize"):
+        if path := settings.get(stage, {}).get("allocation"):
+            settings[stage]["allocation"] = Path(path).name
     for name in "kv":
         if settings["init"][f"rank_{name}"] is not None:
             del settings["init"][f"ratio_{name}"]
@@ -93,6 +96,8 @@ def origin(
 def _lineage(run: Run, source: str) -> dict[str, dict[str, Any]]:
     """Settings of the stages that the factors of `source` went through, and of the training in `quantize` as "qat"."""
     stages, quantized = ["calibrate", "init"], source == "quantize"
+    if "search" in run.manifest("init").inputs:
+        stages.insert(1, "search")
     if source == "finetune" or quantized and "finetune" in run.manifest("quantize").inputs:
         stages.append("finetune")
     settings = {stage: dict(run.manifest(stage).config) for stage in stages + ["quantize"] * quantized}

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from cskv_cli import factors, statistics
+from cskv_cli.allocation import read_allocation
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import compressible_layers, in_memory, kv_projections, load_by_layer
 from cskv_cli.config import InitConfig
 from cskv_cli.errors import CskvError
 from cskv_cli.factorize import METHODS, Context, squared_error
-from cskv_cli.layout import save_layout, unquantized
+from cskv_cli.layout import Layout, save_layout, unquantized
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
 from cskv_cli.spectrum import rank_at
@@ -32,7 +33,28 @@ def rank_of(config: InitConfig, name: str, channels: int) -> int:
     return rank
 
 
-def init(run: Run, base: BaseModel, config: InitConfig, inputs: dict[str, str], progress: Progress) -> Manifest:
+def layout_for(config: InitConfig, allocation: Path | None, count: int, layers: list[int], channels: int) -> Layout:
+    """The ranks that `config` asks for, or those of an allocation, without its bits.
+
+    Raises:
+        CskvError: a rank larger than the projection has channels, or an allocation that is not for this model.
+    """
+    if allocation is not None:
+        full = read_allocation(allocation).layout(count, allocation, layers, channels)
+        return unquantized(full.window, full.sinks, full.rank_k, full.rank_v, full.whole)
+    ranks = {name: rank_of(config, name, channels) for name in "kv"}
+    k, v = (tuple(ranks[name] if i in layers else None for i in range(count)) for name in "kv")
+    return unquantized(config.window, config.sinks, k, v)
+
+
+def init(
+    run: Run,
+    base: BaseModel,
+    config: InitConfig,
+    inputs: dict[str, str],
+    progress: Progress,
+    allocation: Path | None = None,
+) -> Manifest:
     """Factorize layer by layer; a layer finished before an interruption is not done again.
 
     The report holds the relative error ||X W - X A B|| / ||X W|| on the calibration tokens X, per layer and over all.
@@ -44,16 +66,15 @@ def init(run: Run, base: BaseModel, config: InitConfig, inputs: dict[str, str], 
         layers = compressible_layers(model.config)
         heads = model.config.num_key_value_heads
         channels = heads * model.model.layers[layers[0]].self_attn.head_dim
-        ranks = {name: rank_of(config, name, channels) for name in "kv"}
+        layout = layout_for(config, allocation, model.config.num_hidden_layers, layers, channels)
         errors = []
-        with progress.task("factorize", len(layers), "layers") as advance:
-            for i in layers:
+        with progress.task("factorize", len(layout.layers), "layers") as advance:
+            for i in layout.layers:
+                ranks = {"k": layout.rank_k[i], "v": layout.rank_v[i]}
                 errors.append(_layer(run, partial, model.model.layers[i].self_attn, i, ranks, config))
                 advance(1)
-        count = model.config.num_hidden_layers
-    per_layer = {name: tuple(ranks[name] if i in layers else None for i in range(count)) for name in "kv"}
-    save_layout(partial, unquantized(config.window, config.sinks, per_layer["k"], per_layer["v"]))
-    return run.commit("init", partial, config, inputs, _report(layers, errors))
+    save_layout(partial, layout)
+    return run.commit("init", partial, config, inputs, _report(layout.layers, errors))
 
 
 def _layer(

@@ -76,6 +76,7 @@ def _paper_example(shape: Shape, layout: Layout) -> dict[str, Any]:
     alike = layout.model_copy(
         update={f"rank_{x}": spread(round(mean(getattr(layout, f"rank_{x}")) / shape.channels * 4096)) for x in "kv"}
         | {f"bits_{x}": spread(getattr(layout, f"bits_{x}")[first]) for x in "kv"}
+        | {"whole": ()}
     )
     return {
         "model": "LLaMA-2-7B",

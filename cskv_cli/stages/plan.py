@@ -1,21 +1,24 @@
 """`cskv compress --dry-run`: what a compression would take and give, from the config alone."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from cskv_cli.allocation import read_allocation
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import compressible_layers
 from cskv_cli.checkpoint.weights import free_bytes
-from cskv_cli.config import CalibrateConfig, ExportConfig, FinetuneConfig, InitConfig, QuantizeConfig
+from cskv_cli.config import CalibrateConfig, ExportConfig, FinetuneConfig, InitConfig, QuantizeConfig, SearchConfig
 from cskv_cli.devices import fast_dtype, pick_device
-from cskv_cli.layout import unquantized
-from cskv_cli.memory import base_bytes, bytes_per_token
+from cskv_cli.layout import Layout, unquantized
+from cskv_cli.memory import Shape, base_bytes, bytes_per_token
 from cskv_cli.run import Run
 from cskv_cli.stages.export import base_shape
-from cskv_cli.stages.init import rank_of
+from cskv_cli.stages.init import layout_for
 from cskv_cli.stages.quantize import quantized_layout
+from cskv_cli.stages.search import check_budget, frame_of
 
 
 def make_plan(
@@ -26,6 +29,8 @@ def make_plan(
     finetune: FinetuneConfig | None,
     quantize: QuantizeConfig | None,
     export: ExportConfig,
+    search: SearchConfig | None = None,
+    allocation: Path | None = None,
 ) -> dict[str, Any]:
     """Ranks, bytes of cache per token, factor parameters, and the disk and memory needed.
 
@@ -33,8 +38,14 @@ def make_plan(
     checkpoint. Memory is that of the largest step: calibration, with one decoder layer and the hidden states of all
     windows, or training, with the whole model.
 
+    Args:
+        search: a search that is to be made; ranks and bits are then not known yet, and the factors counted are those
+            of full rank.
+        allocation: the file that gives ranks and bits.
+
     Raises:
-        CskvError: a rank larger than the cache is wide, or a group larger than the window.
+        CskvError: a rank larger than the cache is wide, a group larger than the window, an allocation of another model
+            or a budget that cannot be met.
     """
     config = AutoConfig.from_pretrained(base.folder)
     layers, hidden = compressible_layers(config), config.hidden_size
@@ -43,11 +54,11 @@ def make_plan(
     dtype = stored if export.dtype == "auto" else getattr(torch, export.dtype)
     compute = stored if calibrate.dtype == "auto" else getattr(torch, calibrate.dtype)
     shape = base_shape(base.folder, unquantized(init.window, init.sinks, spread(1), spread(1)), dtype)
-    ranks = {name: rank_of(init, name, shape.channels) for name in "kv"}
-    layout = unquantized(init.window, init.sinks, spread(ranks["k"]), spread(ranks["v"]))
-    if quantize is not None:
-        layout = quantized_layout(layout, quantize)
-    factors = len(layers) * sum(ranks.values()) * (hidden + shape.channels)
+    if search is not None:
+        layout = unquantized(search.window, search.sinks, *[spread(shape.channels)] * 2)
+    else:
+        layout = _layout(init, quantize, allocation, config.num_hidden_layers, layers, shape)
+    factors = sum(rank or 0 for rank in layout.rank_k + layout.rank_v) * (hidden + shape.channels)
     statistics = len(layers) * hidden * hidden * 4
     weights = base.parameter_bytes // stored.itemsize * dtype.itemsize
     states = calibrate.samples * calibrate.seq_len * hidden * compute.itemsize
@@ -55,6 +66,9 @@ def make_plan(
     layer = parameters * compute.itemsize // config.num_hidden_layers
     trainings = [t for t in (finetune, quantize and quantize.qat) if t is not None]
     training = max((_training_bytes(t, config, parameters, factors) for t in trainings), default=0)
+    size = bytes_per_token(shape, layout)
+    if search is not None:
+        size = check_budget(frame_of(base, search), search) * shape.dtype_bytes / 2 / search.tokens
     return {
         "base_model": base.source,
         "data": list(calibrate.data) or ["self", "builtin"],
@@ -66,15 +80,32 @@ def make_plan(
         "bits_k": layout.bits_k,
         "bits_v": layout.bits_v,
         "group": layout.group,
-        "window": init.window,
-        "sinks": init.sinks,
-        "cache_bytes_per_token": {"base": base_bytes(shape, layout, 1), "cskv": bytes_per_token(shape, layout)},
+        "window": layout.window,
+        "sinks": layout.sinks,
+        "search": None if search is None else search.model_dump(mode="json"),
+        "cache_bytes_per_token": {"base": base_bytes(shape, layout, 1), "cskv": size},
         "factor_parameters": factors,
         "training": [{"objective": t.objective, "steps": t.steps, "seq_len": t.seq_len} for t in trainings],
         "disk_bytes": weights + factors * (4 + dtype.itemsize + 20 * len(trainings)) + statistics,
         "free_bytes": free_bytes(run.path),
         "memory_bytes": max(states + layer + 3 * hidden * hidden * 8, training),
     }
+
+
+def _layout(
+    init: InitConfig,
+    quantize: QuantizeConfig | None,
+    allocation: Path | None,
+    count: int,
+    layers: list[int],
+    shape: Shape,
+) -> Layout:
+    layout = layout_for(init, allocation, count, layers, shape.channels)
+    if quantize is None:
+        return layout
+    if quantize.allocation is not None and allocation is not None:
+        return read_allocation(allocation).layout(count, allocation, layers, shape.channels)
+    return quantized_layout(layout, quantize)
 
 
 def _training_bytes(config: FinetuneConfig, model: PretrainedConfig, parameters: int, factors: int) -> int:

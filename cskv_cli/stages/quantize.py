@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from cskv_cli import factors, statistics
+from cskv_cli.allocation import read_allocation
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import in_memory, load_by_layer
 from cskv_cli.config import QuantizeConfig
@@ -58,8 +59,36 @@ def quantized_layout(layout: Layout, config: QuantizeConfig) -> Layout:
     return layout.model_copy(update=every | ones | {"group": config.group})
 
 
+def allocated_layout(layout: Layout, path: Path) -> Layout:
+    """The layout with the bits and group of an allocation; the clips are to be filled in.
+
+    Raises:
+        CskvError: its ranks or its window are not those of the layout.
+    """
+    allocation = read_allocation(path)
+    layers = sorted({*layout.layers, *layout.whole})
+    ranks = [rank for rank in layout.rank_k + layout.rank_v if rank is not None]
+    chosen = {each.index: each for each in allocation.layers}
+    hint = f"run: cskv init --allocation {path}"
+    for i in layers:
+        for name in "kv":
+            ours, each = getattr(layout, f"rank_{name}")[i], getattr(chosen.get(i), name, None)
+            if i in chosen and ours != (each and each.rank):
+                theirs = "leaves it whole" if each is None else f"has rank {each.rank}"
+                raise CskvError(f"layer {i}: {path} {theirs} for {name}, the factors have {ours or 'none'}", hint)
+    if (allocation.window, allocation.sinks) != (layout.window, layout.sinks):
+        raise CskvError(f"{path} is for another window or number of sinks than the factors", hint)
+    return allocation.layout(len(layout.rank_k), path, layers, max(ranks))
+
+
 def quantize(
-    run: Run, base: BaseModel, source: str, config: QuantizeConfig, inputs: dict[str, str], progress: Progress
+    run: Run,
+    base: BaseModel,
+    source: str,
+    config: QuantizeConfig,
+    inputs: dict[str, str],
+    progress: Progress,
+    allocation: Path | None = None,
 ) -> Manifest:
     """Choose, layer by layer, for keys and for values, the basis of the latents and the clipping of their codes.
 
@@ -67,7 +96,8 @@ def quantize(
     report holds the relative error that quantization adds to it, per layer and over all. With `config.qat` the factors
     are then trained with the codes in the loop.
     """
-    layout = quantized_layout(load_layout(run.folder(source)), config)
+    layout = load_layout(run.folder(source))
+    layout = quantized_layout(layout, config) if allocation is None else allocated_layout(layout, allocation)
     partial = run.partial("quantize", {"config": config.model_dump(mode="json"), "inputs": inputs})
     partial.mkdir(parents=True, exist_ok=True)
     chosen = _choose_all(run, base, source, layout, config.seed, partial, progress) if workers().main else None
@@ -181,7 +211,11 @@ def _layer(
     expected = output(**kept)
     choices = {}
     for name in "kv":
-        quantizer = Quantizer(getattr(layout, f"bits_{name}")[index], layout.group, per_channel=name == "k")
+        bits = getattr(layout, f"bits_{name}")[index]
+        if bits is None:  # stays as it is
+            choices[name] = Choice(given[f"{name}.a"], given[f"{name}.b"], 1.0, rotated=False, error=0.0)
+            continue
+        quantizer = Quantizer(bits, layout.group, per_channel=name == "k")
 
         def error(states: torch.Tensor, name: str = name) -> float:
             exact = kept[name][:, : layout.sinks]

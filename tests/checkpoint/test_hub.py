@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from cskv_cli.app import app
 from cskv_cli.checkpoint.hub import ATTEMPTS, default_name
-from cskv_cli.config import EvalConfig
+from cskv_cli.eval_config import EvalConfig
 from cskv_cli.measurements import keep
 from cskv_cli.run import MANIFEST
 from tests.cli import compress, cskv

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cskv_cli.config import BenchConfig
+from cskv_cli.eval_config import BenchConfig
 from cskv_cli.evaluation.footprint import decoding_peak, held_bytes
 from cskv_cli.stages import bench as stage
 from tests.cli import compress, cskv
