@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from cskv_cli import statistics
-from cskv_cli.allocation import ALLOCATION, Allocation, LayerChoice
-from cskv_cli.allocation import Choice as Chosen
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import compressible_layers
 from cskv_cli.checkpoint.load import load_tokenizer
@@ -23,15 +20,15 @@ from cskv_cli.config import CalibrateConfig, SearchConfig
 from cskv_cli.devices import pick_device
 from cskv_cli.errors import CskvError
 from cskv_cli.layout import unquantized
-from cskv_cli.memory import cache_bytes
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run, write_json
 from cskv_cli.search.combine import DIRECTIONS, Tilt, allocate, smallest_bytes, uniform_settings
 from cskv_cli.search.costs import ItemCosts, measured_options
 from cskv_cli.search.figures import plot_allocation, plot_front
 from cskv_cli.search.journal import Journal, read
-from cskv_cli.search.measure import Measurer, Verified, parse_setting
-from cskv_cli.search.options import Frame, Item, Option, Setting
+from cskv_cli.search.measure import Measurer, parse_setting
+from cskv_cli.search.options import Frame, Item, Setting
+from cskv_cli.search.report import describe, front, line, save_allocation
 from cskv_cli.search.simulator import Simulator
 from cskv_cli.stages.calibrate import windows_for
 from cskv_cli.stages.export import base_shape
@@ -39,7 +36,6 @@ from cskv_cli.training.stream import Stream, windows_needed
 
 JOURNAL, WINDOWS, REPORT = "measurements.jsonl", "windows.safetensors", "report.json"
 UNIFORM = 3  # uniform settings measured, those of least predicted KL
-FRONT = [step / 100 for step in range(50, 98, 2)]
 
 
 def frame_of(base: BaseModel, config: SearchConfig) -> Frame:
@@ -95,7 +91,7 @@ def search(run: Run, base: BaseModel, config: SearchConfig, inputs: dict[str, st
         )
         results = combine(measurer, costs, budget, config.rounds, lambda: left(0))
     best = min(results, key=lambda result: result["kl"])
-    report = _report(frame, config, budget, results, best, costs) | {
+    report = describe(measurer, config, budget, results, best, costs) | {
         "measurements_made": measurer.made,
         "seconds": round(time.monotonic() - began, 1),
     }
@@ -103,7 +99,7 @@ def search(run: Run, base: BaseModel, config: SearchConfig, inputs: dict[str, st
     save_allocation(partial, frame, setting, best, report)
     write_json(partial / REPORT, report)
     plot_allocation(partial / "allocation.png", frame, setting)
-    plot_front(partial / "front.png", _front(frame, costs), [r for r in results if r is not best], best)
+    plot_front(partial / "front.png", front(frame, costs), [r for r in results if r is not best], best)
     (partial / WINDOWS).unlink(missing_ok=True)
     summary = {name: value for name, value in report.items() if name not in ("front", "single")}
     return run.commit("search", partial, config, inputs, summary)
@@ -156,7 +152,7 @@ def combine(
     def verify(kind: str, label: str, setting: Setting) -> dict[str, Any]:
         verified = measurer.verify(setting)
         predicted = sum(costs[item](option) for item, option in setting.items())
-        results.append(_line(frame, kind, label, setting, verified, predicted))
+        results.append(line(frame, kind, label, setting, verified, predicted))
         return results[-1]
 
     uniform = [(sum(cost(option) for cost in costs.values()), option) for option in uniform_settings(frame, budget)]
@@ -235,82 +231,3 @@ def _texts(run: Run, base: BaseModel, config: SearchConfig, folder: Path, progre
         statistics.save_atomically(path, {"ids": drawn.ids}, {})
     with safe_open(path, "pt") as file:
         return file.get_tensor("ids")
-
-
-def _line(
-    frame: Frame, kind: str, label: str, setting: Setting, verified: Verified, predicted: float
-) -> dict[str, Any]:
-    from cskv_cli.search.measure import setting_key
-
-    size = setting_bytes(frame, setting)
-    return {
-        "kind": kind,
-        "label": label,
-        "bytes": size,
-        "compression": 1 - size / frame.base_bytes,
-        "kl": verified.score,
-        "text_kl": verified.text,
-        "recall_kl": verified.recall,
-        "predicted_kl": predicted,
-        "setting": setting_key(frame, setting),
-    }
-
-
-def setting_bytes(frame: Frame, setting: Setting) -> int:
-    """True bytes of a setting's cache, whole layers included."""
-    return cache_bytes(frame.shape, frame.layout(setting), frame.tokens)
-
-
-def _report(
-    frame: Frame,
-    config: SearchConfig,
-    budget: int,
-    results: list[dict[str, Any]],
-    best: dict[str, Any],
-    costs: dict[Item, ItemCosts],
-) -> dict[str, Any]:
-    return {
-        "context": frame.tokens,
-        "base_bytes": frame.base_bytes,
-        "budget_bytes": budget,
-        "best": best,
-        "settings": results,
-        "group": config.group,
-        "separability": median(cost.separability for cost in costs.values()),
-        "front": _front(frame, costs),
-        "single": [
-            {"layer": item[0], "of": item[1], "rank": option.rank, "bits": option.bits or 16, "kl": kl}
-            for item, cost in costs.items()
-            for option, kl in cost.divergences.items()
-        ],
-    }
-
-
-def _front(frame: Frame, costs: dict[Item, ItemCosts]) -> list[dict[str, float]]:
-    """Predicted KL of the combination and of the best uniform setting at other budgets."""
-    lines = []
-    for share in FRONT:
-        budget = int((1 - share) * frame.base_bytes)
-        setting = allocate(frame, costs, budget)
-        uniform = [sum(cost(option) for cost in costs.values()) for option in uniform_settings(frame, budget)]
-        if setting is not None and uniform:
-            predicted = sum(costs[item](option) for item, option in setting.items())
-            lines.append({"compression": share, "search": predicted, "uniform": min(uniform)})
-    return lines
-
-
-def save_allocation(folder: Path, frame: Frame, setting: Setting, best: dict[str, Any], report: dict[str, Any]) -> None:
-    """Write a setting as the allocation that `init` and `quantize` read."""
-
-    def chosen(layer: int, name: str, whole: bool) -> Chosen | None:
-        option: Option = setting.get((layer, name), frame.exact)
-        return None if whole else Chosen(rank=option.rank, bits=option.bits)
-
-    whole = frame.layout(setting).whole
-    layers = tuple(
-        LayerChoice(index=i, k=chosen(i, "k", i in whole), v=chosen(i, "v", i in whole)) for i in frame.layers
-    )
-    about = {name: best[name] for name in ("bytes", "compression", "kl", "text_kl", "recall_kl", "predicted_kl")}
-    about |= {"context": frame.tokens, "base_bytes": frame.base_bytes, "budget_bytes": report["budget_bytes"]}
-    allocation = Allocation(window=frame.window, sinks=frame.sinks, group=frame.group, layers=layers, search=about)
-    write_json(folder / ALLOCATION, allocation.model_dump(mode="json"))
