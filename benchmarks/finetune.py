@@ -71,7 +71,7 @@ def random_factors(base, folder: Path):  # noqa: ANN201
     rank, layers = round(0.2 * channels), config["num_hidden_layers"]
     for i in range(layers):
         a, b = torch.randn(config["hidden_size"], rank) / 50, torch.randn(rank, channels) / 50
-        factors.save_layer(folder, i, {"k.a": a, "k.b": b, "v.a": a, "v.b": b})
+        factors.save_layer(folder, i, {"k.a": a, "k.b": b, "v.a": a.clone(), "v.b": b.clone()})
     return unquantized(32, 4, (rank,) * layers, (rank,) * layers)
 
 

@@ -1,5 +1,6 @@
 """The model with any rank and bits in any layer, measured against itself with its full cache."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -143,6 +144,7 @@ def _keep(kept: dict[int, Any], index: int) -> Any:
     return see
 
 
+@functools.cache
 def _rotation(rank: int) -> torch.Tensor:
     """A random orthogonal matrix [rank, rank], always the same: `quantize` tries such ones too."""
     generator = torch.Generator().manual_seed(rank)

@@ -66,8 +66,9 @@ def test_eval_takes_a_name_and_a_revision(tiny, hub):
     sizes = "--data", tiny / "text.txt", "--samples", 2, "--seq-len", 40
     first = compress(tiny, *FLAGS, "--push", "me/tiny", "--branch", "v1")["pushed"]["commit"]
     local = cskv("eval", tiny / "run" / "export", *sizes)
-    assert cskv("eval", "me/tiny", "--revision", "v1", *sizes) == local
-    assert cskv("eval", "me/tiny", "--revision", first, *sizes) == local
+    expected = local | {"model": "me/tiny", "results": [local["results"][0] | {"model": "me/tiny"}]}
+    assert cskv("eval", "me/tiny", "--revision", "v1", *sizes) == expected
+    assert cskv("eval", "me/tiny", "--revision", first, *sizes) == expected
     assert "has no revision v2" in cskv("eval", "me/tiny", "--revision", "v2", exit_code=1)["error"]
     assert "needs a Hub id" in cskv("eval", tiny / "run" / "export", "--revision", "v1", exit_code=1)["error"]
     assert "is not a CSKV checkpoint" in cskv("eval", "me/tiny", exit_code=1)["error"]  # main holds nothing yet
