@@ -74,8 +74,11 @@ class Pipeline:
         config = self.config("calibrate", CalibrateConfig)
 
         def make(inputs: dict[str, str]) -> Manifest:
-            tokenizer = load_tokenizer(self.base.folder)
-            windows = calibrate.windows_for(config, self.base, tokenizer, self.console.progress)
+            windows = None
+            if workers().main:
+                tokenizer = load_tokenizer(self.base.folder)
+                windows = calibrate.windows_for(config, self.base, tokenizer, self.console.progress)
+            windows = workers().told(windows)
             for note in windows.notes:
                 self.console.warn(note)
             return calibrate.calibrate(self.run, self.base, config, inputs, windows, self.console.progress)
@@ -214,7 +217,7 @@ class Pipeline:
         Raises:
             CskvError: there are none, or they no longer hold.
         """
-        return self.run.require("init" if self.run.manifest("finetune") is None else "finetune")
+        return self.run.require(self._last("finetune", "init"))
 
     def export(self, source: str | None = None) -> Manifest:
         """The checkpoint, from the factors of stage `source`, or else of the one that the settings name."""
@@ -248,10 +251,11 @@ class Pipeline:
 
     def _source(self, config: ExportConfig, source: str | None) -> str:
         source = source or config.factors
-        if source == "auto":
-            made = (stage for stage in ("quantize", "finetune") if self.run.manifest(stage) is not None)
-            source = next(made, "init")
-        return source
+        return self._last("quantize", "finetune", "init") if source == "auto" else source
+
+    def _last(self, *stages: str) -> str:
+        """The first of these that is there, or else the last of them."""
+        return next((stage for stage in stages if self.run.manifest(stage) is not None), stages[-1])
 
     def _stage(
         self, stage: str, config: StageConfig, inputs: dict[str, str], make: Callable[[dict[str, str]], Manifest]

@@ -1,6 +1,7 @@
 """`cskv calibrate`: statistics of every compressible layer's attention input, one layer in memory at a time."""
 
 import hashlib
+import json
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 from cskv_cli import statistics
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import LayerByLayer, compressible_layers, load_by_layer
-from cskv_cli.config import CalibrateConfig
+from cskv_cli.checkpoint.load import load_tokenizer
+from cskv_cli.config import CalibrateConfig, DataConfig
 from cskv_cli.data.self_sample import sample_from_model
 from cskv_cli.data.sources import parse_source
 from cskv_cli.data.windows import Windows, calibration_windows
@@ -36,8 +38,6 @@ def windows_for(
 ) -> Windows:
     """Draw the windows that `config` asks for; for `self` the whole model is loaded for as long as it writes.
 
-    Process 0 draws for all.
-
     Raises:
         CskvError: a source is not there, cannot be read or is too short.
     """
@@ -56,14 +56,29 @@ def windows_for(
 
             return sample_from_model(model, tokenizer, count=count, seq_len=seq_len, seed=seed, progress=report)
 
-    if not workers().main:
-        return workers().told(None)
     sources = [parse_source(text) for text in config.data or DEFAULT_DATA]
     drawn = calibration_windows(
         sources, tokenizer, samples=config.samples, seq_len=config.seq_len, seed=config.seed, generate=generate
     )
     notes = drawn.notes if config.data else (DEFAULT_NOTE, *drawn.notes)
-    return workers().told(Windows(drawn.ids, drawn.counts, notes))
+    return Windows(drawn.ids, drawn.counts, notes)
+
+
+def kept_windows(
+    run: Run, base: BaseModel, config: DataConfig, path: Path, progress: Progress
+) -> tuple[torch.Tensor, list[str]]:
+    """The windows that `config` asks for and notes on them, drawn once and kept in `path`: some sources take long.
+
+    Without data they are of the calibration's text.
+    """
+    if not statistics.is_whole(path):
+        data = config.data or tuple(run.manifest("calibrate").config["data"])
+        asked = CalibrateConfig(**config.model_dump() | {"data": data})
+        drawn = windows_for(asked, base, load_tokenizer(base.folder), progress)
+        notes = [note for note in drawn.notes if data]
+        statistics.save_atomically(path, {"ids": drawn.ids}, {"notes": json.dumps(notes)})
+    with safe_open(path, "pt") as file:
+        return file.get_tensor("ids"), json.loads(file.metadata()["notes"])
 
 
 def calibrate(
@@ -158,9 +173,8 @@ class _Checkpoint:
         if not all(statistics.is_whole(statistics.layer_file(folder, i)) for i in layers if i < following):
             return 0
         for window in range(len(hidden)):
-            with safe_open(
-                self._path, "pt"
-            ) as file:  # opened anew, or in the end all of it would be mapped into memory
+            # opened anew, or in the end all of it would be mapped into memory
+            with safe_open(self._path, "pt") as file:
                 hidden[window] = file.get_slice("hidden")[window]
         return following
 

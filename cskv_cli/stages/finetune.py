@@ -1,17 +1,15 @@
 """`cskv finetune`: training of the factors, on what the model says or on its keys and values."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from cskv_cli import factors, statistics
+from cskv_cli import factors
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.load import load_tokenizer
-from cskv_cli.config import CalibrateConfig, FinetuneConfig
+from cskv_cli.config import DataConfig, FinetuneConfig
 from cskv_cli.data.recall import Window
 from cskv_cli.devices import fast_dtype, pick_device
 from cskv_cli.distributed import workers
@@ -20,7 +18,7 @@ from cskv_cli.evaluation.simulation import decode_simulation
 from cskv_cli.layout import Layout, load_layout, save_layout
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
-from cskv_cli.stages.calibrate import windows_for
+from cskv_cli.stages.calibrate import kept_windows
 from cskv_cli.training.curve import write_curve
 from cskv_cli.training.loop import STATE, Outcome, Trainer
 from cskv_cli.training.objectives import OBJECTIVES
@@ -81,7 +79,11 @@ def train(
     device = pick_device(config.device)
     dtype = fast_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     tokenizer = load_tokenizer(base.folder)
-    texts, notes = _texts(run, base, tokenizer, config, folder, progress)
+    needed = windows_needed(config.steps * config.accumulate * workers().count, config.recall_share)
+    lengths = dict(samples=needed, seq_len=config.seq_len)
+    asked = DataConfig(data=config.data, **lengths, seed=config.seed + 1, device=config.device)
+    with workers().main_first():
+        texts, notes = kept_windows(run, base, asked, folder / WINDOWS, progress)
     model = load_student(base, layout, source, dtype, device)
     if config.checkpointing:
         checkpoint_activations(model)
@@ -100,30 +102,6 @@ def train(
         every = config.accumulate * workers().count
         report["failed"] = _culprit(model, stream.window((outcome.failed - 1) * every), outcome.failed)
     return report
-
-
-def _texts(
-    run: Run,
-    base: BaseModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: FinetuneConfig,
-    folder: Path,
-    progress: Progress,
-) -> tuple[torch.Tensor, list[str]]:
-    """Windows of text to train on, drawn once and kept beside the state: some sources take long."""
-    path = folder / WINDOWS
-    if not workers().told(statistics.is_whole(path)):
-        data = config.data or tuple(run.manifest("calibrate").config["data"])
-        needed = windows_needed(config.steps * config.accumulate * workers().count, config.recall_share)
-        lengths = dict(samples=needed, seq_len=config.seq_len)
-        asked = CalibrateConfig(data=data, **lengths, seed=config.seed + 1, device=config.device)
-        drawn = windows_for(asked, base, tokenizer, progress)
-        if workers().main:
-            notes = [note for note in drawn.notes if data]
-            statistics.save_atomically(path, {"ids": drawn.ids}, {"notes": json.dumps(notes)})
-    workers().wait()
-    with safe_open(path, "pt") as file:
-        return file.get_tensor("ids"), json.loads(file.metadata()["notes"])
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

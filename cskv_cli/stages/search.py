@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig
 
-from cskv_cli import statistics
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import compressible_layers
 from cskv_cli.checkpoint.load import load_tokenizer
-from cskv_cli.config import CalibrateConfig, SearchConfig
+from cskv_cli.config import DataConfig, SearchConfig
 from cskv_cli.devices import pick_device
 from cskv_cli.errors import CskvError
 from cskv_cli.layout import unquantized
@@ -30,7 +28,7 @@ from cskv_cli.search.measure import Measurer, parse_setting
 from cskv_cli.search.options import Frame, Item, Setting
 from cskv_cli.search.report import describe, front, line, save_allocation
 from cskv_cli.search.simulator import Simulator
-from cskv_cli.stages.calibrate import windows_for
+from cskv_cli.stages.calibrate import kept_windows
 from cskv_cli.stages.export import base_shape
 from cskv_cli.training.stream import Stream, windows_needed
 
@@ -199,7 +197,9 @@ def _measurer(
 ) -> Measurer:
     device = pick_device(config.device)
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
-    ids = _texts(run, base, config, partial, progress)
+    lengths = dict(samples=windows_needed(config.windows, 0.5), seq_len=config.seq_len)
+    asked = DataConfig(data=config.data, **lengths, seed=config.seed + 2, device=config.device)
+    ids, _ = kept_windows(run, base, asked, partial / WINDOWS, progress)
     stream = Stream(ids, load_tokenizer(base.folder), 0.5, config.seed)
     settings = _measuring(config) | {"inputs": inputs, "device": device, "dtype": str(dtype)}
     text = json.dumps(settings, sort_keys=True) + hashlib.sha256(ids.numpy().tobytes()).hexdigest()
@@ -216,18 +216,3 @@ def _measurer(
         Journal(partial / JOURNAL, identity),
         advance,
     )
-
-
-def _texts(run: Run, base: BaseModel, config: SearchConfig, folder: Path, progress: Progress) -> torch.Tensor:
-    """Windows of text, [windows, seq_len], drawn once and kept: some sources take long."""
-    path = folder / WINDOWS
-    if not statistics.is_whole(path):
-        data = config.data or tuple(run.manifest("calibrate").config["data"])
-        needed = windows_needed(config.windows, 0.5)
-        asked = CalibrateConfig(
-            data=data, samples=needed, seq_len=config.seq_len, seed=config.seed + 2, device=config.device
-        )
-        drawn = windows_for(asked, base, load_tokenizer(base.folder), progress)
-        statistics.save_atomically(path, {"ids": drawn.ids}, {})
-    with safe_open(path, "pt") as file:
-        return file.get_tensor("ids")

@@ -1,6 +1,8 @@
 """`cskv compress --budget`: the search and all stages behind it."""
 
-from tests.cli import compress, cskv
+import json
+
+from tests.cli import compress, cskv, start_compress
 
 FAST = "--windows", 2, "--rounds", 1, "--max-evals", 20
 
@@ -37,3 +39,14 @@ def test_a_budget_and_ranks_or_bits_are_two_answers_to_one_question(tiny):
     compress(tiny, "--rounds", 3, exit_code=2)
     assert "less than" in compress(tiny, "--budget", 0.999, exit_code=1)["error"]
     assert not (tiny / "run" / "calibrate").exists()
+
+
+def test_two_processes_search_as_one(tiny):
+    """The first searches while the other waits, then both go on."""
+    flags = "--budget", 0.6, "--context", 256, *FAST
+    one, two = (start_compress(tiny, tiny / str(count), *flags, processes=count) for count in (1, 2))
+    for process in (one, two):
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    chosen = [json.loads((tiny / name / "search" / "allocation.json").read_text())["layers"] for name in "12"]
+    assert chosen[0] == chosen[1]

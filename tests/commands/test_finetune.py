@@ -1,12 +1,8 @@
 """`cskv finetune` and `--qat` on a tiny model: gains, resumes, shares its work, and says what is wrong."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,7 @@ from cskv_cli.checkpoint.load import load_checkpoint
 from cskv_cli.data.recall import Window
 from cskv_cli.run import Run
 from cskv_cli.training.objectives import Distillation
-from tests.cli import CALIBRATION, compress, cskv
+from tests.cli import CALIBRATION, compress, cskv, start_compress
 from tests.commands.test_compress import digests
 
 TRAINING = "--steps", 12, "--seq-len", 64
@@ -82,28 +78,20 @@ def test_a_second_run_is_reused_and_other_settings_are_not(run):
     assert (run / "finetune" / "manifest.json").stat().st_mtime_ns != stamp
 
 
-def start(tiny, run, *flags, launcher=()):
-    data = "--data", tiny / "text.txt", *CALIBRATION
-    command = [*(launcher or (sys.executable, "-m")), "cskv_cli", "compress", tiny / "base", "--run", run, *data, *LOW]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*map(str, command), *map(str, flags), "--json"], env=environment, **pipes)
-
-
 def test_killed_twice_in_training_ends_in_the_same_bytes(tiny):
     flags = "--finetune", "distill", "--steps", 30, "--bits", 4, "--group", 8, "--qat"
-    process = start(tiny, tiny / "whole", *flags)
+    process = start_compress(tiny, tiny / "whole", *LOW, *flags)
     assert process.wait(timeout=300) == 0, process.stderr.read()
     run = tiny / "killed"
     for stage in ("finetune", "quantize"):
-        process = start(tiny, run, *flags)
+        process = start_compress(tiny, run, *LOW, *flags)
         while process.poll() is None and not list(run.glob(f".{stage}-*/state.safetensors")):
             time.sleep(0.005)
         time.sleep(0.2)
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not (run / stage / "manifest.json").exists()
-    process = start(tiny, run, *flags)
+    process = start_compress(tiny, run, *LOW, *flags)
     assert process.wait(timeout=300) == 0, process.stderr.read()
     for stage in ("finetune", "quantize", "export"):
         ours, theirs = digests(run / stage), digests(tiny / "whole" / stage)
@@ -116,10 +104,9 @@ def test_killed_twice_in_training_ends_in_the_same_bytes(tiny):
 def test_two_processes_do_as_one(tiny):
     """Each takes half of the windows; Grams, gradients and so the factors are those of one, up to rounding."""
     flags = "--finetune", "distill", "--steps", 6, "--dtype", "float32"
-    one = start(tiny, tiny / "one", *flags, "--accumulate", 2)
+    one = start_compress(tiny, tiny / "one", *LOW, *flags, "--accumulate", 2)
     assert one.wait(timeout=300) == 0, one.stderr.read()
-    launcher = sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "-m"
-    two = start(tiny, tiny / "two", *flags, launcher=launcher)
+    two = start_compress(tiny, tiny / "two", *LOW, *flags, processes=2)
     out, err = two.communicate(timeout=300)
     assert two.returncode == 0, err
     assert json.loads(out)["checkpoint"] == str(tiny / "two" / "export")  # one process prints

@@ -1,11 +1,8 @@
 """`cskv sweep`: every combination once, nothing twice, and the same as the verbs give one by one."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,7 +13,7 @@ from cskv_cli.errors import CskvError
 from cskv_cli.evaluation import perplexity
 from cskv_cli.sweep_report import curves, table
 from cskv_cli.sweeps import combinations, read_sweep
-from tests.cli import compress, cskv
+from tests.cli import compress, cskv, start
 
 
 def recipe(tiny, **changes):
@@ -111,16 +108,10 @@ def test_a_second_run_repeats_nothing_and_a_new_value_only_itself(tiny, monkeypa
     assert len(scored) == 9  # calibrated on something else
 
 
-def start(tiny, path, folder):
-    command = [sys.executable, "-m", "cskv_cli", "sweep", path, "--out", folder, "--json"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
 def test_killed_and_run_again_repeats_no_finished_cell(tiny):
     path, folder = recipe(tiny), tiny / "killed"
     expected = cskv("sweep", path, "--out", tiny / "whole")["rows"]
-    process = start(tiny, path, folder)
+    process = start("sweep", path, "--out", folder)
     while process.poll() is None and (not (folder / "results.jsonl").exists() or len(lines(folder)) < 5):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -129,7 +120,7 @@ def test_killed_and_run_again_repeats_no_finished_cell(tiny):
     with (folder / "results.jsonl").open("a") as file:
         file.write('{"cell": "half a li')  # killed in the middle of a line
     assert 5 <= len(before.splitlines()) < 11
-    process = start(tiny, path, folder)
+    process = start("sweep", path, "--out", folder)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     after = (folder / "results.jsonl").read_text()
