@@ -11,17 +11,18 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from cskv_cli import statistics
-from cskv_cli.checkpoint.base import BaseModel, resolve_base
+from cskv_cli.checkpoint.base import resolve_base
 from cskv_cli.checkpoint.layers import kv_projections
-from cskv_cli.checkpoint.probe import model_class
+from cskv_cli.checkpoint.load import load_unfilled
 from cskv_cli.data.sources import parse_source
 from cskv_cli.data.windows import evaluation_windows
+from cskv_cli.evaluation.methods import cskv
 from cskv_cli.evaluation.perplexity import compare
 from cskv_cli.factorize import METHODS, Context
-from cskv_cli.layout import Layout, unquantized
+from cskv_cli.layout import unquantized
 from cskv_cli.spectrum import rank_at
 
 Grams = list[torch.Tensor]
@@ -43,13 +44,6 @@ def load_grams(run: Path) -> Grams:
     return [statistics.load_layer(run / "calibrate", i).gram.double() for i in layers]
 
 
-def empty_student(base: BaseModel, layout: Layout) -> PreTrainedModel:
-    """The CSKV model of a base, its factors yet to be filled in."""
-    config = AutoConfig.from_pretrained(base.folder)
-    config.cskv = layout.model_dump(mode="json")
-    return model_class(config).from_pretrained(base.folder, config=config, dtype=torch.float32).eval()
-
-
 @torch.no_grad()
 def score(model: PreTrainedModel, grams: Grams, rank: int, ids: torch.Tensor) -> float:
     """Perplexity with whitened factors of these Grams put into a CSKV model of that rank."""
@@ -59,7 +53,7 @@ def score(model: PreTrainedModel, grams: Grams, rank: int, ids: torch.Tensor) ->
             a, b = METHODS["whitened"](weight.double(), rank, context)
             getattr(layer.self_attn, f"{name}_down").weight.copy_(a.T)
             getattr(layer.self_attn, f"{name}_up").weight.copy_(b.T)
-    return compare(model, ids).summary()["cskv"]["perplexity"]
+    return compare([cskv(model)], ids)[0].summary()["cskv"]["perplexity"]
 
 
 def main() -> None:
@@ -77,7 +71,7 @@ def main() -> None:
         ranks = json.loads((runs[0] / "init" / "layout.json").read_text())["rank_k"]
         rank = rank_at(ratio, base.config["num_key_value_heads"] * base.config["head_dim"])
         layout = unquantized(32, 4, (rank,) * len(ranks), (rank,) * len(ranks))
-        model = empty_student(base, layout)
+        model = load_unfilled(base.folder, layout, torch.float32)
         print(
             f"| {ratio} | "
             + " | ".join(f"{score(model, f(grams), rank, ids):.2f}" for f in (by_count, by_trace))

@@ -58,6 +58,14 @@ def load_checkpoint(folder: Path, device: str, dtype: torch.dtype | str) -> PreT
     return model.to(device).eval()
 
 
+def load_unfilled(folder: Path, layout: Layout, dtype: torch.dtype) -> PreTrainedModel:
+    """The CSKV model of a base, on the CPU, its factors yet to be filled in."""
+    config = AutoConfig.from_pretrained(folder)
+    config.cskv = layout.model_dump(mode="json")
+    disable_progress_bar()
+    return model_class(config).from_pretrained(folder, config=config, dtype=dtype).eval()
+
+
 def load_base(folder: Path, device: str, dtype: torch.dtype | str) -> PreTrainedModel:
     """The base model in `folder`, ready to score."""
     disable_progress_bar()

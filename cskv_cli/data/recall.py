@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cskv_cli.data.tokens import leading_bos
+from cskv_cli.data.tokens import text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,12 +60,12 @@ def lookup_window(tokenizer: "PreTrainedTokenizerBase", seq_len: int, generator:
     """A list of names with values, and questions about some of them; their answers are scored."""
     wording = generator.choice(WORDINGS)
     make_name, make_value = generator.choice(NAMES), generator.choice(VALUES)
-    ids, entries = _begin(tokenizer) + _tokens(tokenizer, wording.title), {}
+    ids, entries = text_ids(tokenizer, wording.title, begin=True), {}
     while len(ids) < (1 - ASKED) * seq_len:
         name, value = make_name(generator), make_value(generator)
         if name not in entries:
             entries[name] = value
-            ids += _tokens(tokenizer, wording.entry.format(name=name, value=value))
+            ids += text_ids(tokenizer, wording.entry.format(name=name, value=value))
     prefill, scored = len(ids), [False] * len(ids)
     while len(ids) < seq_len:
         name = generator.choice(list(entries))
@@ -73,14 +73,14 @@ def lookup_window(tokenizer: "PreTrainedTokenizerBase", seq_len: int, generator:
         question = before.removesuffix(" ")  # a space is a part of the token that follows it
         answer = before.removeprefix(question) + entries[name]
         for text, counts in ((question, False), (answer, True), (after + wording.end, False)):
-            piece = _tokens(tokenizer, text)
+            piece = text_ids(tokenizer, text)
             ids, scored = ids + piece, scored + [counts] * len(piece)
     return _window(ids, prefill, scored, seq_len)
 
 
 def quote_window(tokenizer: "PreTrainedTokenizerBase", text: torch.Tensor, generator: random.Random) -> Window:
     """A text [seq_len] whose end is replaced by a passage from far back in it; what follows its start is scored."""
-    lead = _tokens(tokenizer, generator.choice(QUOTES))
+    lead = text_ids(tokenizer, generator.choice(QUOTES))
     kept = len(text) - int(ASKED * len(text))
     passage = len(text) - kept - len(lead)
     start = generator.randrange(max(1, kept // 2 - passage))
@@ -91,15 +91,6 @@ def quote_window(tokenizer: "PreTrainedTokenizerBase", text: torch.Tensor, gener
 
 def _window(ids: list[int], prefill: int, scored: list[bool], seq_len: int) -> Window:
     return Window(torch.tensor(ids[:seq_len]), min(prefill, seq_len), torch.tensor(scored[1:seq_len]))
-
-
-def _begin(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    bos = leading_bos(tokenizer)
-    return [] if bos is None else [bos]
-
-
-def _tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _syllable(generator: random.Random) -> str:

@@ -17,6 +17,12 @@ def leading_bos(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
 
 
+def text_ids(tokenizer: "PreTrainedTokenizerBase", text: str, begin: bool = False) -> list[int]:
+    """Token ids without special tokens; of a text that begins one, with the BOS that the tokenizer puts in front."""
+    bos = leading_bos(tokenizer) if begin else None
+    return [*([] if bos is None else [bos]), *tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
 def token_stream(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> "Iterator[torch.Tensor]":
     """Yield int64 tensors [n]: the documents' tokens, without special tokens but an EOS between two documents."""
     import torch

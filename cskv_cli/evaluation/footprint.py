@@ -1,4 +1,4 @@
-"""Bytes that a cache holds, and what a process needs while it decodes."""
+"""What a process needs while it decodes."""
 
 import ctypes
 import multiprocessing
@@ -8,24 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-
-def held_bytes(cache: Any) -> int:
-    """Bytes of all tensors that can be reached from a cache; a view counts with all that it is a view of."""
-    storages: dict[int, int] = {}
-    seen, rest = set(), [cache]
-    while rest:
-        thing = rest.pop()
-        if id(thing) in seen or isinstance(thing, type | torch.nn.Module):
-            continue
-        seen.add(id(thing))
-        if torch.is_tensor(thing):
-            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-        elif isinstance(thing, list | tuple | set):
-            rest += thing
-        else:
-            rest += (thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})).values()
-    return sum(storages.values())
 
 
 def decoding_peak(prepare: Callable[..., tuple[Callable[[], None], Callable[[], None]]], *args: Any) -> dict | None:

@@ -10,22 +10,27 @@ from cskv_cli.modeling.cskv_positions import Rows
 
 
 def held_bytes(cache: Cache) -> int:
-    """Bytes kept alive by the layers with full attention; a view counts with all that it is a view of."""
+    """Bytes kept alive by the layers with full attention, what is known of padding left out."""
+    return reachable_bytes([layer for layer in cache.layers if not layer.is_sliding], but=(Rows,))
+
+
+def reachable_bytes(thing: Any, but: tuple[type, ...] = ()) -> int:
+    """Bytes of all tensors that can be reached from an object; a view counts with all that it is a view of.
+
+    Args:
+        but: kinds of objects that are not looked into; models and classes never are.
+    """
     storages: dict[int, int] = {}
-    seen: set[int] = set()
-    for layer in cache.layers:
-        if not layer.is_sliding:
-            _collect(layer, storages, seen)
+    seen, rest = set(), [thing]
+    while rest:
+        thing = rest.pop()
+        if id(thing) in seen or isinstance(thing, (type, nn.Module, *but)):
+            continue
+        seen.add(id(thing))
+        if torch.is_tensor(thing):
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        elif isinstance(thing, list | tuple | set):
+            rest += thing
+        else:
+            rest += (thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})).values()
     return sum(storages.values())
-
-
-def _collect(thing: Any, storages: dict[int, int], seen: set[int]) -> None:
-    if id(thing) in seen or isinstance(thing, nn.Module | Rows | type):
-        return
-    seen.add(id(thing))
-    if torch.is_tensor(thing):
-        storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-        return
-    parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else None
-    for part in vars(thing).values() if parts is None and hasattr(thing, "__dict__") else parts or ():
-        _collect(part, storages, seen)

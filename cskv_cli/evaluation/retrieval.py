@@ -14,7 +14,7 @@ from itertools import groupby
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from cskv_cli.data.tokens import leading_bos
+from cskv_cli.data.tokens import text_ids
 from cskv_cli.errors import CskvError
 from cskv_cli.evaluation.decoding import decode
 from cskv_cli.evaluation.held import held_bytes
@@ -76,10 +76,10 @@ def is_right(answer: str, value: str) -> bool:
 
 def tokenize(cases: list[Case], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Documents begin with BOS where the tokenizer does so; document and question are tokenized apart."""
-    bos = leading_bos(tokenizer)
-    begin = [] if bos is None else [bos]
-    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    return [Prompt(begin + ids(case.document), ids(case.question), case.value) for case in cases]
+    return [
+        Prompt(text_ids(tokenizer, case.document, begin=True), text_ids(tokenizer, case.question), case.value)
+        for case in cases
+    ]
 
 
 @dataclass

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedModel
 
 from cskv_cli import statistics
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import kv_projections
-from cskv_cli.checkpoint.probe import model_class
+from cskv_cli.checkpoint.load import load_unfilled
 from cskv_cli.data.recall import Window
+from cskv_cli.evaluation.divergence import divergence, log_probabilities
 from cskv_cli.evaluation.simulation import decode_simulation
 from cskv_cli.factorize import METHODS, Context
 from cskv_cli.search.options import Frame, Item, Option, Setting
@@ -50,11 +50,8 @@ class Simulator:
     def __init__(self, base: BaseModel, frame: Frame, calibrated: Path, dtype: torch.dtype, device: str) -> None:
         self.frame, self._calibrated = frame, calibrated
         self._axes: dict[Item, torch.Tensor] = {}
-        config = AutoConfig.from_pretrained(base.folder)
-        config.cskv = frame.layout(frame.uniform(Option(1))).model_dump(mode="json")
-        disable_progress_bar()
-        self.model: PreTrainedModel = model_class(config).from_pretrained(base.folder, config=config, dtype=dtype)
-        self.model.to(device).eval().requires_grad_(False)
+        layout = frame.layout(frame.uniform(Option(1)))
+        self.model: PreTrainedModel = load_unfilled(base.folder, layout, dtype).to(device).requires_grad_(False)
         self._layers: nn.ModuleList = self.model.model.layers
         self._installed: dict[Item, Option] = {}
 
@@ -70,7 +67,7 @@ class Simulator:
                 if attention and i in self.frame.layers:
                     hook = layer.self_attn.register_forward_hook(_keep(kept.attention, i), with_kwargs=True)
                     stack.callback(hook.remove)
-            kept.log_probabilities = self._predict(window)
+            kept.log_probabilities = log_probabilities(self.model, window)
         return kept
 
     @torch.inference_mode()
@@ -83,8 +80,8 @@ class Simulator:
         first = min(i for i, _ in setting) if exact.hidden else 0
         hidden = exact.hidden[first] if exact.hidden else None
         with starting_at(self._layers, first, hidden), decode_simulation(self.model, window.prefill):
-            predicted = self._predict(window)
-        return nn.functional.kl_div(predicted, exact.log_probabilities, reduction="batchmean", log_target=True).item()
+            predicted = log_probabilities(self.model, window)
+        return divergence(exact.log_probabilities, predicted).item()
 
     @torch.inference_mode()
     def output_error(self, item: Item, option: Option, window: Window, exact: Exact) -> float:
@@ -95,11 +92,6 @@ class Simulator:
         with decode_simulation(self.model, window.prefill):
             output = self._layers[item[0]].self_attn(*args, **kwargs)[0]
         return (output - expected)[:, window.prefill :].float().square().sum(-1).mean().item()
-
-    def _predict(self, window: Window) -> torch.Tensor:
-        ids, scored = window.ids[None].to(self.model.device), window.scored.nonzero()[:, 0]
-        logits = self.model(ids, use_cache=False, logits_to_keep=scored.to(ids.device)).logits[0]
-        return logits.float().log_softmax(-1)
 
     def _install(self, setting: Setting) -> None:
         """Give the layers of a setting their factors, and the cache its layout."""

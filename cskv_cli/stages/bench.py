@@ -15,7 +15,8 @@ from cskv_cli.checkpoint.weights import read_json
 from cskv_cli.devices import pick_device
 from cskv_cli.errors import CskvError
 from cskv_cli.eval_config import BenchConfig
-from cskv_cli.evaluation.footprint import decoding_peak, held_bytes
+from cskv_cli.evaluation.footprint import decoding_peak
+from cskv_cli.evaluation.held import reachable_bytes
 from cskv_cli.memory import base_bytes, cache_bytes
 from cskv_cli.modeling.cskv_cache import CSKVCache
 from cskv_cli.modeling.modeling_cskv import CACHE
@@ -121,7 +122,7 @@ def _measure(
             "prefill_seconds": _spread(prefill[name], prefill[BASE]),
             "decode_seconds": _spread(decode[name], decode[BASE]),
             "tokens_per_second": batch / statistics.median(decode[name]),
-            "cache_bytes": {"formula": formula.get(name), "held": held_bytes(cache)},
+            "cache_bytes": {"formula": formula.get(name), "held": reachable_bytes(cache)},
         }
         for name, cache in held.items()
     ]

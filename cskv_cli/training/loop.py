@@ -70,6 +70,7 @@ class Trainer:
     ) -> None:
         self.objective, self.parameters, self.stream, self.config = objective, parameters, stream, config
         self.folder, self.workers = folder, workers
+        self._held_out = stream.held_out()
         self.optimizer = make_optimizer(parameters, config.objective, config.lr)
         self.outcome = Outcome()
         self.usage = Usage()
@@ -131,7 +132,7 @@ class Trainer:
     def score(self) -> dict[str, Any]:
         """The held-out part: mean loss of `text` and of `recall`, `score`, in which they are mixed as in training, and
         the share of `answers` in the recall windows that would be given right."""
-        text, recall = self.stream.held_out()
+        text, recall = self._held_out
         sums = torch.zeros(4, dtype=torch.float64)
         for number in self.workers.every(len(text) + len(recall)):
             scored = self.objective.score((text + recall)[number])

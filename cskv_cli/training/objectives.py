@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from cskv_cli.checkpoint.layers import kv_projections
 from cskv_cli.data.recall import Window
+from cskv_cli.evaluation.divergence import divergence, log_probabilities
 from cskv_cli.evaluation.simulation import decode_simulation, latents_of
 from cskv_cli.modeling.cskv_cache import CSKVLayer
 from cskv_cli.training.student import compressed_layers, precision
@@ -47,7 +48,7 @@ class Distillation:
         """See `Objective.backward`."""
         teacher = self._teacher(window)
         with decode_simulation(self.model, window.prefill):  # still there if activations are computed anew
-            loss = _divergence(teacher, self._predict(window))
+            loss = divergence(teacher, self._predict(window))
             (weight * loss).backward()
         return loss.item()
 
@@ -60,22 +61,15 @@ class Distillation:
         scored = window.scored.nonzero()[:, 0]
         right = student.argmax(-1).cpu() == window.ids[scored + 1]
         answers = right.tensor_split((scored.diff() > 1).nonzero()[:, 0] + 1)
-        return Score(_divergence(teacher, student).item(), sum(bool(run.all()) for run in answers), len(answers))
+        return Score(divergence(teacher, student).item(), sum(bool(run.all()) for run in answers), len(answers))
 
     @torch.no_grad()
     def _teacher(self, window: Window) -> torch.Tensor:
         return self._predict(window)
 
     def _predict(self, window: Window) -> torch.Tensor:
-        """Log-probabilities at the scored tokens, [scored, vocabulary]."""
-        ids, scored = window.ids[None].to(self.model.device), window.scored.nonzero()[:, 0]
         with precision(self.model):
-            logits = self.model(ids, use_cache=False, logits_to_keep=scored.to(ids.device)).logits[0]
-        return logits.float().log_softmax(-1)
-
-
-def _divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    return nn.functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
+            return log_probabilities(self.model, window)
 
 
 class Reconstruction:
@@ -111,7 +105,7 @@ class Reconstruction:
             return see
 
         with ExitStack() as stack, precision(self.model):
-            for _, attention, layer in compressed_layers(self.model):
+            for attention, layer in compressed_layers(self.model):
                 handle = attention.register_forward_pre_hook(hook(layer), with_kwargs=True)
                 stack.callback(handle.remove)
             self.model.model(window.ids[None].to(self.model.device), use_cache=False)

@@ -1,7 +1,6 @@
 """What the factors are trained on: windows of text, and windows that only a look far back predicts."""
 
 import random
-from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,8 +11,6 @@ from cskv_cli.errors import CskvError
 HELD_OUT_TEXT, HELD_OUT_RECALL = 5, 4
 QUOTES = 0.2  # of the windows that are not plain text
 _HELD_OUT = 1 << 40  # numbers of the held-out windows: no step comes there
-
-Draw = Callable[[int], torch.Tensor]
 
 
 class Stream:

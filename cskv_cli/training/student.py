@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedModel
 
 from cskv_cli import factors
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import kv_projections
-from cskv_cli.checkpoint.probe import model_class
+from cskv_cli.checkpoint.load import load_unfilled
 from cskv_cli.layout import Layout
 from cskv_cli.modeling.cskv_cache import CSKVCache, CSKVLayer
 
@@ -23,10 +22,7 @@ def load_student(
     base: BaseModel, layout: Layout, factors_folder: Path, dtype: torch.dtype, device: str
 ) -> PreTrainedModel:
     """The CSKV model of a base and of factors, only the factors (and the biases of their B) to be trained."""
-    config = AutoConfig.from_pretrained(base.folder)
-    config.cskv = layout.model_dump(mode="json")
-    disable_progress_bar()
-    model = model_class(config).from_pretrained(base.folder, config=config, dtype=dtype).to(device).eval()
+    model = load_unfilled(base.folder, layout, dtype).to(device)
     model.requires_grad_(False)
     for i in layout.layers:
         attention, loaded = model.model.layers[i].self_attn, factors.load_layer(factors_folder, i)
@@ -63,11 +59,11 @@ def as_factors(tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Te
     return layers
 
 
-def compressed_layers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module, CSKVLayer]]:
-    """Index, attention and cache layer of each layer that has factors."""
+def compressed_layers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, CSKVLayer]]:
+    """Attention and cache layer of each layer that has factors."""
     for i, layer in enumerate(CSKVCache(model.config).layers):
         if isinstance(layer, CSKVLayer):
-            yield i, model.model.layers[i].self_attn, layer
+            yield model.model.layers[i].self_attn, layer
 
 
 def precision(model: PreTrainedModel) -> AbstractContextManager:

@@ -5,7 +5,8 @@ import torch
 from PIL import Image
 
 from cskv_cli.eval_config import BenchConfig
-from cskv_cli.evaluation.footprint import decoding_peak, held_bytes
+from cskv_cli.evaluation.footprint import decoding_peak
+from cskv_cli.evaluation.held import reachable_bytes
 from cskv_cli.stages import bench as stage
 from tests.cli import compress, cskv
 
@@ -81,7 +82,7 @@ def test_a_ratio_is_of_the_same_turn():
 
 def test_bytes_of_views_count_once_and_whole():
     whole = torch.zeros(100)
-    assert held_bytes([whole[:10], {"a": whole[50:]}, torch.zeros(5, dtype=torch.uint8)]) == 405
+    assert reachable_bytes([whole[:10], {"a": whole[50:]}, torch.zeros(5, dtype=torch.uint8)]) == 405
 
 
 @pytest.mark.parametrize("text, expected", [("8GB", 8 * 10**9), ("1.5 MB", 1_500_000), ("12B", 12)])

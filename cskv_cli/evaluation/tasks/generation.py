@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cskv_cli.data.tokens import leading_bos
+from cskv_cli.data.tokens import text_ids
 from cskv_cli.errors import CskvError
 from cskv_cli.evaluation.decoding import decode
 from cskv_cli.evaluation.held import held_bytes
@@ -115,7 +115,7 @@ def prompt_tokens(
     ids = encode(question.prompt, tokenizer)
     if len(ids) <= room:
         return ids, False
-    bare = tokenizer(question.prompt, add_special_tokens=False)["input_ids"]
+    bare = text_ids(tokenizer, question.prompt)
     half = (room - len(encode("", tokenizer))) // 2
     while half > 0:
         text = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (bare[:half], bare[-half:]))
@@ -140,11 +140,10 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> se
 
 
 def _plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    bos = leading_bos(tokenizer)
-    return [*([] if bos is None else [bos]), *tokenizer(text, add_special_tokens=False)["input_ids"]]
+    return text_ids(tokenizer, text, begin=True)
 
 
 def _templated(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     messages = [{"role": "user", "content": text}]
     chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(chat, add_special_tokens=False)["input_ids"]
+    return text_ids(tokenizer, chat)

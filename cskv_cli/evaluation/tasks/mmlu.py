@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from cskv_cli.data.tokens import leading_bos
+from cskv_cli.data.tokens import text_ids
 from cskv_cli.errors import CskvError
 from cskv_cli.evaluation.decoding import decode
 from cskv_cli.evaluation.held import held_bytes
@@ -77,21 +77,19 @@ def answer_all(
     """The outcome of each method, the subject of each question, and how many subjects got fewer examples, for room."""
     model, outcomes, parts, cut = methods[0].model, [Outcome() for _ in methods], [], 0
     attention = any(method.reads_attention for method in methods)
-    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    letters = [ids(f" {letter}")[-1] for letter in LETTERS]
-    bos = leading_bos(tokenizer)
+    letters = [text_ids(tokenizer, f" {letter}")[-1] for letter in LETTERS]
     total = len(methods) * sum(len(subject.items) for subject in subjects)
     with progress.task("answer", total, "questions") as advance:
         for subject in subjects:
-            room = room_for(model, max(len(ids(item.text())) for item in subject.items), None)
-            prompts = [[*([] if bos is None else [bos]), *ids(subject.header(k))] for k in range(SHOTS, -1, -1)]
+            room = room_for(model, max(len(text_ids(tokenizer, item.text())) for item in subject.items), None)
+            prompts = [text_ids(tokenizer, subject.header(k), begin=True) for k in range(SHOTS, -1, -1)]
             prompt = next((prompt for prompt in prompts if len(prompt) <= room), prompts[-1])
             cut += prompt is not prompts[0]
             with eagerly(model, attention):
                 prefill = read(model, [prompt], attention)
             for item in subject.items:
                 parts.append(subject.name)
-                question = ids(item.text())
+                question = text_ids(tokenizer, item.text())
                 for method, outcome in zip(methods, outcomes, strict=True):
                     decoded = decode(method, prefill, [question], 1)
                     chosen = LETTERS[decoded.logits[0, letters].argmax().item()]
