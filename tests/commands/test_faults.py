@@ -13,7 +13,7 @@ import pytest
 from cskv_cli.stages import export as export_stage
 from tests.cli import CALIBRATION, compress, cskv
 from tests.commands.test_compress import digests
-from tests.families import base_model
+from tests.families import base_model, write_tiny
 from tests.hub import local_hub
 
 KILLED = Path(__file__).with_name("killed.py")
@@ -25,9 +25,7 @@ STAGES = ["base", "calibrate", "analyze", "init", "quantize", "export"]
 def made(tmp_path_factory, tokenizer, text):
     """A folder as `tiny`, with every stage in `run`."""
     folder = tmp_path_factory.mktemp("made")
-    base_model("Llama").save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    (folder / "text.txt").write_text(text)
+    write_tiny(folder, tokenizer, text)
     compress(folder, *BITS)
     cskv("analyze", "--run", folder / "run")
     return folder

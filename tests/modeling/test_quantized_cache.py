@@ -9,7 +9,8 @@ from cskv_cli.modeling.cskv_quantizer import Quantizer
 from tests.families import base_model, compressed, truncated
 from tests.modeling.decoding import GROUP, RANK, WINDOW, base, cskv, decode, new_cache, padding, run, tokens
 from tests.modeling.reference import reference_logits
-from tests.modeling.test_cache import LOOKUP, PROMPT, close, generate, other_model
+from tests.modeling.test_cache import close
+from tests.modeling.test_generate import LOOKUP, PROMPT, generate, other_model
 
 
 def double(**settings):
