@@ -4,7 +4,7 @@
 
 Calibrates on the file, on `builtin`, on `self`, on builtin and self together (the default of cskv) and on all three,
 and scores each at ratios 0.5 and 0.8 on the test file, on `builtin` and on text the model wrote. Windows are of 1024
-tokens; the scored windows of `builtin` are its first, of which calibration may have drawn a few.
+tokens.
 """
 
 import argparse

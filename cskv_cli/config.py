@@ -11,12 +11,12 @@ Bits = Literal[2, 3, 4, 8]
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `5GB` or `2GiB`.
+    """Bytes that `5GB`, `2 GiB` or `1e9` stand for.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is no size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     size = match and int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
     if not size:
         raise ValueError(f"{text!r} is not a size: write 500MB, 5GB or 2GiB")
@@ -53,17 +53,6 @@ class DataConfig(StageConfig):
 
 class CalibrateConfig(DataConfig):
     """`cskv calibrate`."""
-
-
-_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def _size(text: str) -> float:
-    """Bytes that `8GB`, `500 MiB` or `1e9` stand for."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _UNITS or not (bytes_ := float(match[1]) * _UNITS[match[2]]) > 0:
-        raise ValueError(f"{text!r} is not a size: give bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
-    return bytes_
 
 
 def _tokens(text: str) -> int:
@@ -104,7 +93,7 @@ class SearchConfig(StageConfig):
     @classmethod
     def _readable_memory(cls, memory: str | None) -> str | None:
         if memory is not None:
-            _size(memory)
+            parse_size(memory)
         return memory
 
     @field_validator("context", mode="before")
@@ -129,7 +118,7 @@ class SearchConfig(StageConfig):
         """Bytes that the cache may take at `tokens`, where the base's takes `base_bytes`."""
         if self.budget is not None:
             return int((1 - self.budget) * base_bytes)
-        return int(_size(self.memory)) if self.memory is not None else int(self.bytes_per_token * self.tokens)
+        return parse_size(self.memory) if self.memory is not None else int(self.bytes_per_token * self.tokens)
 
 
 ALLOCATION_HELP = "Per-layer {what} of a search: auto (this run's), or an allocation.json."

@@ -3,11 +3,14 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+PATIENCE = timedelta(days=7)  # some stages are process 0's alone, and half an hour is too short a wait for them
 
 
 class Workers:
@@ -77,5 +80,5 @@ def workers() -> Workers:
         return Workers(0, 1)
     from accelerate import PartialState
 
-    state = PartialState(cpu=not torch.cuda.is_available())
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     return Workers(state.process_index, state.num_processes)

@@ -125,7 +125,7 @@ class Push:
         if isinstance(error, OfflineModeIsEnabled):
             return CskvError("the Hub cannot be asked: HF_HUB_OFFLINE is set", "unset it, or leave out --push")
         if status == 401:
-            return CskvError(f"the Hub does not accept this token for {repo}", _LOG_IN)
+            return CskvError("the Hub does not accept this token", _LOG_IN)
         if status == 403:
             hint = "name a repository of yours with --push USER/NAME, or use a token that may write there"
             return CskvError(f"this token may not write to {repo}: {why}", hint)

@@ -141,17 +141,18 @@ def _show(task: str, results: list[dict[str, Any]], console: Console) -> None:
     first = results[0]
     size = {name: first[f"{name}_bytes_per_token"]["base"] for name in ("cache", "held")}
     rows = [("base", *COLUMNS[task](first, "base"), f"{size['cache']:,}", f"{size['held']:,.0f}")]
+    several = len({result["model"] for result in results if result["method"] == "cskv"}) > 1
     for result in results:
         name = result["method"]
         sizes = (result[f"{kind}_bytes_per_token"][name] for kind in ("cache", "held"))
-        rows.append((_label(result), *COLUMNS[task](result, name), *(f"{size:,.0f}" for size in sizes)))
+        rows.append((_label(result, several), *COLUMNS[task](result, name), *(f"{size:,.0f}" for size in sizes)))
     header = (TITLES[task](first), *HEADERS[task], "bytes per token", "held here")
     console.table(f"{task} of {', '.join(dict.fromkeys(result['model'] for result in results))}", header, rows)
 
 
-def _label(result: dict[str, Any]) -> str:
+def _label(result: dict[str, Any], several: bool) -> str:
     if result["method"] == "cskv":
-        return f"CSKV, {result['model']}"
+        return f"CSKV, {result['model']}" if several else "CSKV"
     budget = [f"{result[key]}{unit}" for key, unit in (("ratio", ""), ("bits", " bits")) if key in result]
     return " ".join([result["method"], *budget])
 

@@ -2,16 +2,26 @@
 
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+HELD_OUT = 10  # the last of so many topics and modules are evaluated on, and never calibrated on
 
 # Tests, tables of characters, the topics themselves, and other people's or machine-written code.
 _LEFT_OUT = {"test", "idlelib", "lib2to3", "encodings", "pydoc_data", "ensurepip", "turtledemo"}
 
 
-def builtin_documents() -> Iterator[str]:
-    """Yield topics and modules so that each has about half of the characters, for as long as both last."""
-    rest = [_topics(), _modules()]
+def builtin_documents(held_out: bool = False) -> Iterator[str]:
+    """Yield topics and modules so that each has about half of the characters, for as long as both last.
+
+    Args:
+        held_out: the part for evaluation instead of the part for calibration and training.
+    """
+    modules = (path.read_text(encoding="utf-8") for path in _part(_modules(), held_out))
+    rest = [iter(_part(_topics(), held_out)), modules]
     lengths = [0, 0]
     while rest:
         least = lengths.index(min(lengths))
@@ -23,18 +33,22 @@ def builtin_documents() -> Iterator[str]:
             yield document
 
 
-def _topics() -> Iterator[str]:
+def _part(items: Sequence[Item], held_out: bool) -> Sequence[Item]:
+    first = len(items) - len(items) // HELD_OUT
+    return items[first:] if held_out else items[:first]
+
+
+def _topics() -> list[str]:
     from pydoc_data.topics import topics
 
-    return iter(sorted(set(topics.values())))
+    return sorted(set(topics.values()))
 
 
-def _modules() -> Iterator[str]:
+def _modules() -> list[Path]:
     library = Path(sysconfig.get_path("stdlib"))
+    found = []
     for name in sorted(sys.stdlib_module_names - _LEFT_OUT):
-        if name.startswith("_"):
-            continue
-        module = library / f"{name}.py"
-        for path in [module] if module.is_file() else sorted((library / name).rglob("*.py")):
-            if not {"test", "tests"} & set(path.relative_to(library).parts):
-                yield path.read_text(encoding="utf-8")
+        if not name.startswith("_"):
+            module = library / f"{name}.py"
+            found += [module] if module.is_file() else sorted((library / name).rglob("*.py"))
+    return [path for path in found if not {"test", "tests"} & set(path.relative_to(library).parts)]

@@ -65,18 +65,19 @@ def with_absolute_path(text: str) -> str:
     return str(Path(source.name).expanduser().absolute()) + text.removeprefix(source.name)
 
 
-def read_documents(source: Source, *, shuffle: int | None = None) -> Iterator[str]:
+def read_documents(source: Source, *, shuffle: int | None = None, held_out: bool = False) -> Iterator[str]:
     """Yield the documents of a source other than `self`, one by one, blank ones left out.
 
     Args:
         shuffle: a seed for the order in which a folder's files are read, so that its beginning is a fair sample;
             None for their sorted order.
+        held_out: of `builtin`, the part for evaluation.
 
     Raises:
         CskvError: a file, row or data set cannot be read, or there is no text at all.
     """
     found = False
-    for document in _raw_documents(source, shuffle):
+    for document in _raw_documents(source, shuffle, held_out):
         if document.strip():
             found = True
             yield document
@@ -84,7 +85,7 @@ def read_documents(source: Source, *, shuffle: int | None = None) -> Iterator[st
         raise CskvError(f"{source.label} holds no text", "remove it, or check that this is the file you meant")
 
 
-def _raw_documents(source: Source, shuffle: int | None) -> Iterator[str]:
+def _raw_documents(source: Source, shuffle: int | None, held_out: bool) -> Iterator[str]:
     match source.kind:
         case "file":
             return file_documents(Path(source.name), source.column)
@@ -97,7 +98,7 @@ def _raw_documents(source: Source, shuffle: int | None) -> Iterator[str]:
         case "builtin":
             from cskv_cli.data.builtin import builtin_documents
 
-            return builtin_documents()
+            return builtin_documents(held_out)
     raise ValueError(f"a {source.kind!r} source has no documents")
 
 

@@ -78,7 +78,7 @@ def calibration_windows(
 def evaluation_windows(
     sources: Sequence[Source], tokenizer: "PreTrainedTokenizerBase", *, samples: int, seq_len: int
 ) -> Windows:
-    """Take the first `samples` consecutive windows, source by source, shared by weight.
+    """Take the first `samples` consecutive windows, source by source, shared by weight; of `builtin` its held-out part.
 
     Raises:
         CskvError: as `calibration_windows`, or a source is `self`.
@@ -86,7 +86,7 @@ def evaluation_windows(
     if any(source.kind == "self" for source in sources):
         raise CskvError("self: a model is not evaluated on its own text", "give a file, a data set id or builtin")
     bos = leading_bos(tokenizer)
-    pools = _pools(sources, tokenizer, text_length(seq_len, bos), shuffle=None)
+    pools = _pools(sources, tokenizer, text_length(seq_len, bos), shuffle=None, held_out=True)
     return _collect(
         sources,
         pools,
@@ -123,13 +123,18 @@ class _Pool:
 
 
 def _pools(
-    sources: Sequence[Source], tokenizer: "PreTrainedTokenizerBase", length: int, shuffle: int | None
+    sources: Sequence[Source],
+    tokenizer: "PreTrainedTokenizerBase",
+    length: int,
+    shuffle: int | None,
+    held_out: bool = False,
 ) -> list[_Pool]:
     labels = [source.label for source in sources]
     for label in labels:
         if labels.count(label) > 1:
             raise CskvError(f"{label} is given twice", f"give it once, with a weight: {label}@2")
-    return [_Pool(token_stream(read_documents(source, shuffle=shuffle), tokenizer), length) for source in sources]
+    documents = [read_documents(source, shuffle=shuffle, held_out=held_out) for source in sources]
+    return [_Pool(token_stream(texts, tokenizer), length) for texts in documents]
 
 
 def _collect(

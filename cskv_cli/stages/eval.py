@@ -26,9 +26,7 @@ from cskv_cli.progress import Progress
 
 DEFAULT_CASES = 100
 DEFAULT_DATA = ("builtin",)
-DEFAULT_DATA_NOTE = (
-    "perplexity is of text that comes with Python, and calibration may have seen it: --data scores yours"
-)
+DEFAULT_DATA_NOTE = "perplexity is of text that comes with Python: --data scores yours"
 
 
 @dataclass(frozen=True)

@@ -88,3 +88,12 @@ def test_builtin_is_mixed_and_repeatable():
     assert '"pdb" — The Python Debugger' in start
     assert "class ABCMeta(type)" in start
     assert sum(map(len, documents)) > 4_000_000
+
+
+def test_what_is_evaluated_of_builtin_is_never_calibrated_on():
+    parts = [list(read_documents(parse_source("builtin"), held_out=held_out)) for held_out in (False, True)]
+    long = [{document for document in part if len(document) > 300} for part in parts]
+    assert not long[0] & long[1]
+    assert 9 < len(parts[0]) / len(parts[1]) < 10
+    start = "".join(parts[1])[:100_000]
+    assert "import" in start and "The Null Object" in start  # modules and topics

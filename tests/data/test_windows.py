@@ -110,7 +110,7 @@ def test_self_is_generated_and_gives_what_others_lack(tokenizer, source):
 def test_a_stream_is_read_no_further_than_needed(tokenizer, words, monkeypatch):
     read = []
 
-    def documents(source, *, shuffle):
+    def documents(source, *, shuffle, held_out):
         for number in range(100):
             read.append(number)
             yield words(0, 9)
@@ -188,3 +188,13 @@ def test_settle_in_several_rounds():
     # The second is short only of what the first leaves to it.
     have = [2, 7, 100]
     assert settle(18, [1, 1, 1], lambda index, share: have[index]) == ([2, 7, 9], {0: 6, 1: 8})
+
+
+def test_builtin_is_split_between_calibration_and_evaluation(tokenizer, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        module, "read_documents", lambda source, **how: asked.append(how["held_out"]) or iter(["a b"] * 9)
+    )
+    calibrate([parse_source("builtin")], tokenizer, seq_len=4)
+    evaluation_windows([parse_source("builtin")], tokenizer, samples=1, seq_len=4)
+    assert asked == [False, True]
