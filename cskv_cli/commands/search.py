@@ -52,6 +52,9 @@ def show_search(console: Console, report: dict[str, Any]) -> None:
         ],
         texts=2,
     )
+    for line in report["baselines"]:
+        size = f"{line['bytes'] / 1e6:,.2f} MB, {line['compression']:.2%} removed"
+        console.line(f"{line['label']}: KL {line['kl']:.4f} at {size}")
     console.line(f"{report['measurements_made']} measurements in {report['seconds']:,.0f} s")
 
 

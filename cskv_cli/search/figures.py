@@ -34,7 +34,13 @@ def plot_allocation(path: Path, frame: Frame, setting: Setting) -> None:
         bar.outline.set_visible(False)
 
 
-def plot_front(path: Path, front: list[dict[str, float]], others: list[dict[str, Any]], best: dict[str, Any]) -> None:
+def plot_front(
+    path: Path,
+    front: list[dict[str, float]],
+    others: list[dict[str, Any]],
+    baselines: list[dict[str, Any]],
+    best: dict[str, Any],
+) -> None:
     """KL against the share of bytes kept: predicted as lines, measured on the held-out part as points."""
     with page(path, height=2.9) as figure:
         ax = figure.subplots()
@@ -45,6 +51,10 @@ def plot_front(path: Path, front: list[dict[str, float]], others: list[dict[str,
             points = [(100 * (1 - r["compression"]), r["kl"]) for r in others if r["kind"] == kind]
             if points:
                 ax.plot(*zip(*points, strict=True), marker, color=color, markersize=4, label=f"{kind}, measured")
+        for result in baselines:
+            at = 100 * (1 - result["compression"]), result["kl"]
+            ax.plot(*at, "D", color="#555555", markersize=4)
+            ax.annotate(result["label"], at, xytext=(4, 4), textcoords="offset points", fontsize=7)
         at = 100 * (1 - best["compression"]), best["kl"]
         ax.plot(*at, "*", color="black", markersize=9, label="chosen")
         ax.set(yscale="log", xlabel="Cache bytes (% of the base's)", ylabel="KL per token")

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from cskv_cli.data.recall import Window
 from cskv_cli.progress import Advance
+from cskv_cli.search.baselines import kivi_divergences
 from cskv_cli.search.costs import ItemCosts, error_options, fill, measured_options
 from cskv_cli.search.journal import Journal
 from cskv_cli.search.options import Frame, Item, Option, Setting
@@ -83,17 +84,34 @@ class Measurer:
 
     def verify(self, setting: Setting) -> Verified:
         """The KL of a whole setting on the held-out part."""
+        return self._held_out_score(
+            setting_key(self.frame, setting),
+            lambda windows, exacts: [
+                self._ready().divergence(setting, *pair) for pair in zip(windows, exacts, strict=True)
+            ],
+        )
+
+    def verify_kivi(self, bits: int) -> Verified:
+        """The KL of KIVI at so many bits on the held-out part."""
+        measure = lambda windows, exacts: kivi_divergences(self._ready().model, bits, windows, exacts)  # noqa: E731
+        return self._held_out_score(_kivi(bits), measure)
+
+    def knows_kivi(self, bits: int) -> bool:
+        """Whether it is measured already."""
+        return _kivi(bits) in self.journal
+
+    def _held_out_score(self, key: str, kls: Callable[[list[Window], list[Exact]], list[float]]) -> Verified:
+        """From the KL of each held-out window, in the order of `_exacts`."""
         text, recall = self._held_out
 
         def measure() -> list[list[float]]:
-            exacts = iter(self._exacts("held out"))
-            kls = [[self._ready().divergence(setting, w, next(exacts)) for w in part] for part in (text, recall)]
+            values = kls([*text, *recall], self._exacts("held out"))
             self.made += 1
-            return kls
+            return [values[: len(text)], values[len(text) :]]
 
-        kls = self.journal.get(setting_key(self.frame, setting), measure)
+        measured = self.journal.get(key, measure)
         self._advance(1)
-        return self._verified(*map(fmean, kls))
+        return self._verified(*map(fmean, measured))
 
     def is_verified(self, setting: Setting) -> bool:
         """Whether it is measured already."""
@@ -147,6 +165,10 @@ class Measurer:
 
 def _name(item: Item, option: Option) -> str:
     return f"layer {item[0]} {item[1]} rank {option.rank} bits {option.bits or 16}"
+
+
+def _kivi(bits: int) -> str:
+    return f"kivi {bits} bits"
 
 
 def setting_key(frame: Frame, setting: Setting) -> str:

@@ -32,6 +32,12 @@ def line(frame: Frame, kind: str, label: str, setting: Setting, verified: Verifi
     }
 
 
+def baseline_line(frame: Frame, label: str, size: int, verified: Verified) -> dict[str, Any]:
+    """As `line`, of a method that is no setting."""
+    scores = {"kl": verified.score, "text_kl": verified.text, "recall_kl": verified.recall}
+    return {"label": label, "bytes": size, "compression": 1 - size / frame.base_bytes, **scores}
+
+
 def setting_bytes(frame: Frame, setting: Setting) -> int:
     """True bytes of a setting's cache, whole layers included."""
     return cache_bytes(frame.shape, frame.layout(setting), frame.tokens)
@@ -42,11 +48,15 @@ def describe(
     config: SearchConfig,
     budget: int,
     results: list[dict[str, Any]],
+    baselines: list[dict[str, Any]],
     best: dict[str, Any],
     costs: dict[Item, ItemCosts],
 ) -> dict[str, Any]:
-    """`report.json`: `settings` verified, the `best` of them, the `front` predicted, the KL of `single` options, and
-    how well rank and bits add up (`separability`, see `ItemCosts`)."""
+    """`report.json`.
+
+    `settings` verified, the `best` of them, `baselines` measured, the `front` predicted, the KL of `single` options,
+    and how well rank and bits add up (`separability`, see `ItemCosts`).
+    """
     frame = measurer.frame
     return {
         "context": frame.tokens,
@@ -54,6 +64,7 @@ def describe(
         "budget_bytes": budget,
         "best": best,
         "settings": results,
+        "baselines": baselines,
         "group": config.group,
         "separability": median(cost.separability for cost in costs.values()),
         "front": front(frame, costs),

@@ -20,13 +20,14 @@ from cskv_cli.errors import CskvError
 from cskv_cli.layout import unquantized
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run, write_json
+from cskv_cli.search.baselines import KIVI_BITS, kivi_bytes
 from cskv_cli.search.combine import DIRECTIONS, Tilt, allocate, smallest_bytes, uniform_settings
 from cskv_cli.search.costs import ItemCosts, measured_options
 from cskv_cli.search.figures import plot_allocation, plot_front
 from cskv_cli.search.journal import Journal, read
 from cskv_cli.search.measure import Measurer, parse_setting
 from cskv_cli.search.options import Frame, Item, Setting
-from cskv_cli.search.report import describe, front, line, save_allocation
+from cskv_cli.search.report import baseline_line, describe, front, line, save_allocation
 from cskv_cli.search.simulator import Simulator
 from cskv_cli.stages.calibrate import kept_windows
 from cskv_cli.stages.export import base_shape
@@ -80,7 +81,8 @@ def search(run: Run, base: BaseModel, config: SearchConfig, inputs: dict[str, st
     budget, began = check_budget(frame, config), time.monotonic()
     partial = run.partial("search", _measuring(config) | {"inputs": inputs})
     partial.mkdir(parents=True, exist_ok=True)
-    total = len(frame.items) * len(measured_options(frame.shape.channels)) + UNIFORM + 1 + config.rounds
+    candidates = len(frame.items) * len(measured_options(frame.shape.channels))
+    total = candidates + UNIFORM + 1 + config.rounds + len(KIVI_BITS)
     with progress.task("search", total, "measurements") as advance:
         measurer = _measurer(run, base, config, frame, partial, inputs, progress, advance)
         left = lambda reserve: config.max_evals is None or measurer.made < config.max_evals - reserve  # noqa: E731
@@ -88,8 +90,9 @@ def search(run: Run, base: BaseModel, config: SearchConfig, inputs: dict[str, st
             measurer, lambda: left(min(UNIFORM + 1 + config.rounds, (config.max_evals or 0) // 2))
         )
         results = combine(measurer, costs, budget, config.rounds, lambda: left(0))
+        baselines = measure_baselines(measurer, kv_heads(base), lambda: left(0))
     best = min(results, key=lambda result: result["kl"])
-    report = describe(measurer, config, budget, results, best, costs) | {
+    report = describe(measurer, config, budget, results, baselines, best, costs) | {
         "measurements_made": measurer.made,
         "seconds": round(time.monotonic() - began, 1),
     }
@@ -97,7 +100,8 @@ def search(run: Run, base: BaseModel, config: SearchConfig, inputs: dict[str, st
     save_allocation(partial, frame, setting, best, report)
     write_json(partial / REPORT, report)
     plot_allocation(partial / "allocation.png", frame, setting)
-    plot_front(partial / "front.png", front(frame, costs), [r for r in results if r is not best], best)
+    others = [result for result in results if result is not best]
+    plot_front(partial / "front.png", front(frame, costs), others, baselines, best)
     (partial / WINDOWS).unlink(missing_ok=True)
     summary = {name: value for name, value in report.items() if name not in ("front", "single")}
     return run.commit("search", partial, config, inputs, summary)
@@ -177,6 +181,22 @@ def combine(
         if done == before:
             break
     return results
+
+
+def kv_heads(base: BaseModel) -> int:
+    """Key heads of a layer, and as many value heads."""
+    return AutoConfig.from_pretrained(base.folder).get_text_config().num_key_value_heads
+
+
+def measure_baselines(measurer: Measurer, heads: int, more: Callable[[], bool]) -> list[dict[str, Any]]:
+    """KIVI, as long as there may be `more`."""
+    frame, lines = measurer.frame, []
+    for bits in KIVI_BITS:
+        if measurer.knows_kivi(bits) or more():
+            verified = measurer.verify_kivi(bits)
+            size = kivi_bytes(frame, bits, frame.shape.channels // heads)
+            lines.append(baseline_line(frame, f"KIVI, {bits} bits", size, verified))
+    return lines
 
 
 def _measuring(config: SearchConfig) -> dict[str, Any]:

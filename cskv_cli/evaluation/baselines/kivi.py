@@ -62,3 +62,10 @@ class KiviLayer(BaselineLayer):
 def token_bytes(bits: int, channels: int, head_dim: int) -> float:
     """What a token adds to a long cache of one layer: codes, and 16 bits each of minimum and step per group."""
     return channels * (2 * bits / 8 + 4 / GROUP + 4 / math.gcd(head_dim, GROUP))
+
+
+def cache_bytes(bits: int, channels: int, head_dim: int, tokens: int) -> int:
+    """What the cache of one layer holds in 16 bits: codes, and the recent keys and values as they are."""
+    keys, values = tokens // GROUP * GROUP, max(tokens - RESIDUAL, 0)
+    packed = keys * channels * (bits / 8 + 4 / GROUP) + values * channels * (bits / 8 + 4 / math.gcd(head_dim, GROUP))
+    return round(packed) + 2 * channels * (2 * tokens - keys - values)
