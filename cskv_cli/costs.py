@@ -11,7 +11,7 @@ from cskv_cli.layout import Layout
 from cskv_cli.memory import Shape, latent_bytes
 from cskv_cli.training.student import PARTS
 
-MATMUL, COPIED = 1536, 2**27  # size of the product, and bytes, that the machine is timed on
+SIZES = {"cpu": (1536, 2**27), "cuda": (8192, 2**30)}  # of the product, and bytes, that the machine is timed on
 SECONDS = 0.5  # of each timing
 
 
@@ -94,10 +94,11 @@ def cskv_step(dims: Dims, layout: Layout, tokens: int, batch: int = 1) -> Step:
 
 def measure_machine(device: str, dtype: torch.dtype) -> Machine:
     """The best of some large matrix products, and of some copies of memory (read and written)."""
-    square = torch.randn(MATMUL, MATMUL, device=device).to(dtype)
-    block = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    width, count = SIZES.get(device, SIZES["cpu"])
+    square = torch.randn(width, width, device=device).to(dtype)
+    block = torch.zeros(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(block)
-    return Machine(2 * MATMUL**3 / _best(lambda: square @ square), 2 * COPIED / _best(lambda: target.copy_(block)))
+    return Machine(2 * width**3 / _best(lambda: square @ square), 2 * count / _best(lambda: target.copy_(block)))
 
 
 def _best(work: Callable[[], object]) -> float:

@@ -67,8 +67,7 @@ def test_rebuilding_decides_for_many_heads_and_groups_divide_it():
 
 
 def test_the_machine_is_measured(monkeypatch):
-    monkeypatch.setattr("cskv_cli.costs.MATMUL", 64)
-    monkeypatch.setattr("cskv_cli.costs.COPIED", 2**16)
+    monkeypatch.setattr("cskv_cli.costs.SIZES", {"cpu": (64, 2**16)})
     monkeypatch.setattr("cskv_cli.costs.SECONDS", 0.01)
     machine = measure_machine("cpu", torch.float32)
     assert 1e7 < machine.operations < 1e14 and 1e7 < machine.bytes < 1e13
