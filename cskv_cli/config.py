@@ -135,6 +135,9 @@ class InitConfig(StageConfig):
     ratio_v: float = Field(0.5, ge=0, lt=1, description="Share of the value channels to remove.")
     rank_k: int | None = Field(None, ge=1, description="Key channels to keep, instead of --ratio-k.")
     rank_v: int | None = Field(None, ge=1, description="Value channels to keep, instead of --ratio-v.")
+    head_groups: int = Field(
+        1, ge=1, description="Groups of KV heads with latents of their own: faster to rebuild, less exact."
+    )
     window: int = Field(32, ge=1, description="Last tokens whose keys and values stay exact.")
     sinks: int = Field(4, ge=0, description="First tokens whose keys and values stay exact (0: the paper's cache).")
     seed: int = Field(0, description="Seed of the random method.")
@@ -148,6 +151,8 @@ class InitConfig(StageConfig):
         ranks = (self.ratio_k, self.ratio_v, self.rank_k, self.rank_v)
         if self.allocation is not None and ranks != (0.5, 0.5, None, None):
             raise ValueError("an allocation has the ranks already: give no rank or ratio")
+        if self.allocation is not None and self.head_groups > 1:
+            raise ValueError("an allocation is for factors that all heads share: give no head_groups")
         return self
 
 

@@ -9,7 +9,7 @@ from cskv_cli.statistics import layer_file, save_atomically
 
 
 def save_layer(folder: Path, index: int, factors: dict[str, torch.Tensor]) -> None:
-    """Write the factors of a layer: `k.a` [hidden, rank], `k.b` [rank, channels], likewise `v`; float32.
+    """Write the factors of a layer: `k.a` [hidden, rank], `k.b` [rank / groups, channels], likewise `v`; float32.
 
     Raises:
         CskvError: they cannot be written.

@@ -23,6 +23,7 @@ class Layout(StageConfig):
         bits_k, bits_v: bits of a latent; None where they stay in the model's precision.
         clip_k, clip_v: share of a group's range that its codes cover.
         group: tokens that share a minimum and a step.
+        head_groups: groups of KV heads, each of which has its own share of the latent channels.
         whole: layers that could be compressed and are left as they are; the others without ranks are bounded anyway.
     """
 
@@ -36,6 +37,7 @@ class Layout(StageConfig):
     clip_k: tuple[float | None, ...]
     clip_v: tuple[float | None, ...]
     group: int | None = Field(None, ge=1)
+    head_groups: int = Field(1, ge=1)
     whole: tuple[int, ...] = ()
 
     @model_validator(mode="after")
@@ -45,6 +47,8 @@ class Layout(StageConfig):
             raise ValueError("the per-layer lists differ in length")
         if self.quantized and (self.group is None or self.group > self.window):
             raise ValueError(f"group ({self.group}) must not exceed the window ({self.window})")
+        if any(rank is not None and rank % self.head_groups for rank in self.rank_k + self.rank_v):
+            raise ValueError(f"ranks do not divide by {self.head_groups} head groups")
         return self
 
     @property

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -115,7 +115,7 @@ def projections(attention: nn.Module):
     return [(weight[-2 * channels : -channels], None), (weight[-channels:], None)]
 
 
-def cskv_block(base, rank=None, window=4, sinks=2, bits=None, group=4):
+def cskv_block(base, rank=None, window=4, sinks=2, bits=None, group=4, head_groups=1):
     """The `cskv` entry of a config, with the same settings in every full-attention layer (rank None: full rank)."""
     kinds = getattr(base.config, "layer_types", None) or ["full_attention"] * base.config.num_hidden_layers
     per_layer = lambda value: [value if kind == "full_attention" else None for kind in kinds]  # noqa: E731
@@ -130,6 +130,7 @@ def cskv_block(base, rank=None, window=4, sinks=2, bits=None, group=4):
         clip_k=per_layer(1.0),
         clip_v=per_layer(1.0),
         group=group,
+        head_groups=head_groups,
     )
 
 

@@ -11,7 +11,8 @@ from cskv_cli.eval_config import BenchConfig
 from cskv_cli.options import DEFAULT_CHECKPOINT, CheckpointArgument, RevisionOption, Settings, verb
 
 PlotOption = Annotated[Path | None, typer.Option("--plot", help="Draw decoding times into this PNG.")]
-HEADER = "cache", "prefill s", "/ base", "decode ms", "range", "/ base", "tokens/s", "cache MB", "formula", "decode MB"
+HEADER = "cache", "prefill s", "/ base", "decode ms", "range", "/ base", "limit ms", "/ base", "reached", "tokens/s"
+HEADER += "cache MB", "formula", "decode MB"
 
 
 @verb(bench=BenchConfig)
@@ -44,13 +45,18 @@ def bench(
     for batch, fit in result["longest"].items():
         tokens = f"{fit['base']:,} tokens with the base's cache, {fit['cskv']:,} with CSKV's"
         console.line(f"beside the weights in {config.memory}, batch {batch}, by formula: {tokens}")
+    speed = result["machine"]
+    console.line(
+        f"limit: what a step must cost at {speed['operations_per_second'] / 1e9:,.0f} GFLOP/s and "
+        f"{speed['bytes_per_second'] / 1e9:,.1f} GB/s, as just measured; see docs/performance.md"
+    )
     console.line("Times are medians; where the range is wide, other work on this machine disturbed them.")
     console.result(result)
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
-    prefill, decode, size, memory = (
-        row[name] for name in ("prefill_seconds", "decode_seconds", "cache_bytes", "memory")
+    prefill, decode, size, memory, limit = (
+        row[name] for name in ("prefill_seconds", "decode_seconds", "cache_bytes", "memory", "limit")
     )
     megabytes = lambda count: "" if count is None else f"{count / 1e6:.1f}"  # noqa: E731
     return (
@@ -60,6 +66,9 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
         f"{1000 * decode['median']:.1f}",
         f"{1000 * decode['least']:.1f}-{1000 * decode['greatest']:.1f}",
         f"{decode['to_base']:.2f}",
+        f"{1000 * limit['seconds']:.1f}" if limit else "",
+        f"{limit['to_base']:.2f}" if limit else "",
+        f"{limit['reached']:.0%}" if limit else "",
         f"{row['tokens_per_second']:.1f}",
         megabytes(size["held"]),
         megabytes(size["formula"]),

@@ -1,7 +1,7 @@
 """Low-rank factorizations of a key or value projection: one file per method, and the registry of them.
 
 A method takes `W` [hidden, channels] in float64, a rank and a `Context`, and gives `A` [hidden, rank] and
-`B` [rank, channels] with `A @ B` close to `W` (paper, eq. 1).
+`B` [rank, channels] with `A @ B` close to `W` (paper, eq. 1). For groups of heads see `groups`.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from cskv_cli.factorize import asvd, random, svd, whitened
+from cskv_cli.factorize.groups import product
 
 
 @dataclass(frozen=True)
@@ -41,5 +42,5 @@ METHODS: dict[str, Method] = {
 
 def squared_error(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gram: torch.Tensor) -> tuple[float, float]:
     """||X W - X A B||^2 and ||X W||^2 over the calibration tokens X, from their Gram: tr(D^T C D) (paper, eq. 1)."""
-    difference = weight - a @ b
+    difference = weight - product(a, b)
     return tuple(torch.einsum("ic,ij,jc->", part, gram, part).item() for part in (difference, weight))

@@ -11,6 +11,7 @@ from torch import nn
 
 from .cskv_cache import CSKVCache, CSKVLayer
 from .cskv_decode import next_step, run_step
+from .cskv_factors import made_of_tile, up_projection
 
 
 class CSKVAttention:
@@ -28,7 +29,8 @@ class CSKVAttention:
             rank = config.cskv[f"rank_{name}"][layer_idx]
             full = getattr(self, f"{name}_proj", None)  # None where q, k and v are one projection (Phi3)
             setattr(self, f"{name}_down", nn.Linear(config.hidden_size, rank, bias=False))
-            setattr(self, f"{name}_up", nn.Linear(rank, channels, bias=getattr(full, "bias", None) is not None))
+            groups, bias = config.cskv.get("head_groups", 1), getattr(full, "bias", None) is not None
+            setattr(self, f"{name}_up", up_projection(rank, channels, groups, bias))
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         """The base layer's forward, with the latents of `hidden_states` [batch, new, hidden] staged before it."""
@@ -66,11 +68,9 @@ class CSKVAttention:
         Returns:
             [batch, heads, head_dim, tokens].
         """
-        if not self._plain:
+        if not self.plain:
             return self.rebuild_keys(latents.mT, None).mT
-        up, bias = self.k_up.weight.expand(len(latents), -1, -1), self.k_up.bias
-        keys = torch.bmm(up, latents) if bias is None else torch.baddbmm(bias[:, None], up, latents)
-        return keys.unflatten(1, (-1, self.head_dim))
+        return made_of_tile(self.k_up, latents).unflatten(1, (-1, self.head_dim))
 
     def rebuild_values(self, latents: torch.Tensor) -> torch.Tensor:
         """As `rebuild_keys`, between `v_proj` and the cache: values [batch, heads, tokens, head_dim]."""
@@ -89,7 +89,7 @@ class CSKVAttention:
         return getattr(self.config, "clip_qkv", None) is not None  # Olmo, OLMoE
 
     @functools.cached_property
-    def _plain(self) -> bool:
+    def plain(self) -> bool:
         """Whether keys before their rotation are `k_up` of latents, and nothing more."""
         return self._k_norm is None and not self.clips
 

@@ -16,10 +16,13 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cskv_rotation import can_take_apart
+from .cskv_factors import GroupedUp
+from .cskv_rotation import Turn, can_take_apart
+from .cskv_triton import checked, key_scores, usable, weighted_sum
 
 if TYPE_CHECKING:
     from .cskv_attention import CSKVAttention
+    from .cskv_latents import Latents
     from .cskv_layer import CSKVLayer
 
 CPU_TILE, GPU_TILE = 2**20, 2**26  # numbers in a tile of rotated keys: on a CPU it should stay in its cache
@@ -77,7 +80,7 @@ class DecodeStep:
         full = torch.promote_types(torch.float32, query.dtype)
         self.work = work = full if query.device.type == "cpu" else query.dtype
         grouped = query.view(len(query), key.shape[1], -1, dim).to(work) * (dim**-0.5 if scaling is None else scaling)
-        scores = [grouped @ key.to(work).mT, *self._old_scores(grouped)]
+        scores = [grouped @ key.to(work).mT, self._old_scores(grouped)]
         scores = self._masked(torch.cat(scores, dim=-1).to(full), exact, attention_mask, softcap)
         if s_aux is not None:
             aside = s_aux.to(full).view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, -1)
@@ -87,16 +90,24 @@ class DecodeStep:
         output = output + self._old_values(weights[..., exact : exact + self.old].to(work))
         return output.to(value.dtype).view(len(query), 1, -1, dim), None
 
-    def _old_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
-        attention, tile = self.attention, self._tile(query)
+    def _old_scores(self, query: torch.Tensor) -> torch.Tensor:
+        attention, latents = self.attention, self.latents[0]
         turn = self.rotary.turn(self.old, attention.rotate, query.shape[-1], query, self.work) if self.rotates else None
         if turn is not None:
             query = query @ turn.query
-        scores = []
+        plainly = functools.partial(self._scores_by_tile, query, turn)
+        if not (attention.plain and self._fuses(query, latents)):
+            return plainly()
+        factors = None if turn is None else turn.factors
+        kernel = functools.partial(key_scores, latents, attention.k_up, query, factors, self.old)
+        return checked(self._kind("keys", query, latents), kernel, plainly)
+
+    def _scores_by_tile(self, query: torch.Tensor, turn: Turn | None) -> torch.Tensor:
+        scores, tile = [], self._tile(query)
         for start in range(0, self.old, tile):
-            keys = attention.rebuild_key_tile(self.latents[0].tile(start, min(start + tile, self.old)))
+            keys = self.attention.rebuild_key_tile(self.latents[0].tile(start, min(start + tile, self.old)))
             scores.append(query @ (keys.to(self.work) if turn is None else turn.applied(keys, start)))
-        return scores
+        return torch.cat(scores, dim=-1)
 
     def _masked(
         self, scores: torch.Tensor, exact: int, mask: torch.Tensor | None, softcap: float | None
@@ -112,12 +123,27 @@ class DecodeStep:
 
     def _old_values(self, weights: torch.Tensor) -> torch.Tensor:
         """The sum of the old tokens' values with weights [batch, groups, heads of a group, tokens]."""
-        up = self.attention.v_up
-        context = self.latents[1].weighted_sum(weights, self._tile(weights)).to(self.work)
+        up, latents, heads = self.attention.v_up, self.latents[1], weights.flatten(1, 2)
+        groups = latents.rank // up.weight.shape[1]
+        plainly = functools.partial(latents.weighted_sum, heads, groups, self._tile(weights))
+        if latents.packed is not None and self._fuses(weights, latents):
+            kernel = functools.partial(weighted_sum, latents, heads, groups)
+            context = checked(self._kind("values", weights, latents), kernel, plainly)
+        else:
+            context = plainly()
+        context = context.to(self.work).unflatten(1, weights.shape[1:3])
         values = context @ up.weight.to(self.work).unflatten(0, (weights.shape[1], -1)).mT
         if up.bias is None:
             return values
         return values + weights.sum(-1, keepdim=True) * up.bias.view(weights.shape[1], 1, -1)
+
+    def _fuses(self, like: torch.Tensor, latents: Latents) -> bool:
+        return usable(like) and like.dtype == latents.dtype == self.attention.k_up.weight.dtype
+
+    def _kind(self, what: str, like: torch.Tensor, latents: Latents) -> tuple:
+        """What decides which kernel is compiled."""
+        bits = latents.quantizer and (latents.quantizer.bits, latents.quantizer.group)
+        return what, like.device, like.dtype, bits, like.shape[1:3], self.attention.head_dim, self.rotates
 
     def _tile(self, like: torch.Tensor) -> int:
         """Tokens in a tile, whole groups of the quantizer."""
@@ -180,7 +206,7 @@ def _is_of_one_row(mask: Any, total: int) -> bool:
 
 def _is_known(attention: CSKVAttention, hidden_states: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
     projections = attention.k_up, attention.v_up
-    if any(type(up) is not nn.Linear or hasattr(up, "_hf_hook") for up in projections) or attention.clips:
+    if any(type(up) not in (nn.Linear, GroupedUp) or hasattr(up, "_hf_hook") for up in projections) or attention.clips:
         return False
     implementation = attention.config._attn_implementation
     if implementation not in GENERIC and not (implementation == "eager" and _has_known_eager(attention.base)):

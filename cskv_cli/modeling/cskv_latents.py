@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from .cskv_quantizer import Packed, Quantizer
+from .cskv_quantizer import Packed, Quantizer, by_group
 
 BLOCK = 64  # tokens of room that an append makes when there is none
 
@@ -32,6 +32,16 @@ class Latents:
 
     def __len__(self) -> int:
         return self.quantized_tokens + self._count
+
+    @property
+    def rank(self) -> int:
+        """Channels of a latent."""
+        return self._tokens_first().shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the latents, and of what codes are dequantized to."""
+        return self._room.dtype
 
     @property
     def quantized_tokens(self) -> int:
@@ -85,22 +95,28 @@ class Latents:
         if self.packed is None:
             return self.recent[:, start:stop].mT
         codes = self._codes(start, stop)
-        return self.quantizer.decode_tokens_last(codes, self._rank, self._room.dtype)[..., : stop - start]
+        return self.quantizer.decode_tokens_last(codes, self.rank, self._room.dtype)[..., : stop - start]
 
-    def weighted_sum(self, weights: torch.Tensor, tile: int) -> torch.Tensor:
-        """Sum of the first tokens' latents with weights [batch, ..., tokens]: [batch, ..., rank].
+    def weighted_sum(self, weights: torch.Tensor, groups: int, tile: int) -> torch.Tensor:
+        """Sum of the first tokens' latents with weights [batch, heads, tokens].
 
         Codes are unpacked for `tile` tokens (whole groups) at a time.
+
+        Args:
+            groups: of heads, each of which has its own share of the channels (see `GroupedUp`).
+
+        Returns:
+            [batch, heads, rank / groups].
         """
-        flat, count = weights.flatten(1, -2), weights.shape[-1]
+        count, weights = weights.shape[-1], weights.unflatten(1, (groups, -1))
         if self.packed is None:
-            total = flat.to(self._room.dtype) @ self.recent[:, :count]
-        else:
-            total = 0
-            for start in range(0, count, tile):
-                stop = min(start + tile, count)
-                total = total + self.quantizer.weighted_sum(self._codes(start, stop), flat[..., start:stop], self._rank)
-        return total.unflatten(1, weights.shape[1:-1])
+            return (weights.to(self.dtype) @ by_group(self.recent[:, :count], groups)).flatten(1, 2)
+        total = 0
+        for start in range(0, count, tile):
+            stop = min(start + tile, count)
+            codes = self._codes(start, stop)
+            total = total + self.quantizer.weighted_sum(codes, weights[..., start:stop], self.rank)
+        return total.flatten(1, 2)
 
     def as_it_is(self) -> "Latents":
         """Another one over the same tensors, which stays as it is when this one is changed by `apply` or `settle`."""
@@ -134,10 +150,6 @@ class Latents:
         if self.packed is not None:
             self.packed = Packed(*map(fn, self.packed))
 
-    @property
-    def _rank(self) -> int:
-        return self._tokens_first().shape[-1]
-
     def _tokens_first(self) -> torch.Tensor:
         return self._room.mT if self.tokens_last else self._room
 
@@ -158,7 +170,7 @@ class Latents:
 
     def _decoded(self, start: int, stop: int) -> torch.Tensor:
         codes = self._codes(start, stop)
-        return self.quantizer.decode(codes, self._rank, self._room.dtype)[:, : stop - start]
+        return self.quantizer.decode(codes, self.rank, self._room.dtype)[:, : stop - start]
 
 
 def _frozen(tensor: torch.Tensor) -> bool:

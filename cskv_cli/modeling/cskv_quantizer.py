@@ -94,6 +94,11 @@ def _round_up(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(near.float() < x, above, near)
 
 
+def by_group(latents: torch.Tensor, groups: int) -> torch.Tensor:
+    """Latents [batch, tokens, rank] as each group of heads has them, [batch, groups, tokens, rank / groups]."""
+    return latents.unflatten(-1, (groups, -1)).transpose(1, 2)
+
+
 class Packed(NamedTuple):
     """Quantized latents of some tokens; every tensor has batch first, then tokens or groups of tokens."""
 
@@ -141,16 +146,18 @@ class Quantizer:
         return dequantize(codes, minimum, step, dtype).flatten(2)
 
     def weighted_sum(self, packed: Packed, weights: torch.Tensor, rank: int) -> torch.Tensor:
-        """`weights @ decode(packed)` of the first tokens, [batch, n, tokens]: [batch, n, rank] in the weights' dtype.
+        """Sums of the first tokens' latents, where each token has its own minimum and step: they join its weight.
 
-        Where each token has its own minimum and step, they join its weight, and the codes are read as they are.
+        Args:
+            weights: [batch, groups, heads of a group, tokens]; see `GroupedUp`.
+
+        Returns:
+            [batch, groups, heads of a group, rank / groups] in the weights' dtype.
         """
-        count = weights.shape[-1]
-        if self.per_channel:
-            return weights @ self.decode(packed, rank, weights.dtype)[:, :count]
+        count, groups = weights.shape[-1], weights.shape[1]
         codes, minimum, step = (part.flatten(1, 2)[:, :count] for part in packed)
-        codes = unpack(codes, self.bits, rank).to(weights.dtype)
-        return (weights * step.mT) @ codes + weights @ minimum.to(weights.dtype)
+        codes = by_group(unpack(codes, self.bits, rank).to(weights.dtype), groups)
+        return (weights * step.mT.unsqueeze(1)) @ codes + weights @ minimum.to(weights.dtype).unsqueeze(1)
 
     def round_trip(self, latents: torch.Tensor, unread: torch.Tensor | int = 0) -> torch.Tensor:
         """`decode(encode(latents))` bit for bit, without packing, and with the gradient of the identity."""

@@ -16,14 +16,27 @@ from transformers import DynamicCache, PretrainedConfig
 from .cskv_attention import attention_class
 from .cskv_cache import CSKVCache
 from .cskv_decode import DecodeStep
+from .cskv_factors import GroupedUp
 from .cskv_latents import Latents
 from .cskv_layer import CSKVLayer
 from .cskv_positions import RotaryHistory
 from .cskv_quantizer import Quantizer
 from .cskv_rotation import Turn
+from .cskv_triton import usable
 
 # Every file of this model is imported here: transformers 4.57 takes along only those that it finds in this one.
-__all__ = ["CSKVCache", "CSKVForCausalLM", "CSKVLayer", "DecodeStep", "Latents", "Quantizer", "RotaryHistory", "Turn"]
+__all__ = [
+    "CSKVCache",
+    "CSKVForCausalLM",
+    "CSKVLayer",
+    "DecodeStep",
+    "GroupedUp",
+    "Latents",
+    "Quantizer",
+    "RotaryHistory",
+    "Turn",
+    "usable",
+]
 
 # transformers 5.24 renamed the argument
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"

@@ -1,7 +1,6 @@
 """`cskv bench`: what decoding with the smaller cache costs and saves, beside the base's caches."""
 
 import statistics
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel,
 
 from cskv_cli.checkpoint.load import layout_of, load_checkpoint, shape_of
 from cskv_cli.checkpoint.weights import read_json
+from cskv_cli.costs import Machine, base_step, cskv_step, dims_of, measure_machine, now
 from cskv_cli.devices import pick_device
 from cskv_cli.errors import CskvError
 from cskv_cli.eval_config import BenchConfig
@@ -61,10 +61,10 @@ def bench(folder: Path, config: BenchConfig, progress: Progress) -> dict[str, An
     kinds, skipped = caches(device)
     sizes = [(context, batch) for context in config.context for batch in config.batch]
     model = load_checkpoint(folder, device, config.dtype)
-    rows = []
+    machine, rows = measure_machine(device, model.dtype), []
     with progress.task("bench", len(sizes) * len(kinds) * (config.prefills + config.new_tokens), "forwards") as advance:
         for size in sizes:
-            rows += _measure(model, kinds, config, *size, advance)
+            rows += _with_limits(_measure(model, kinds, config, *size, advance), model, machine, config.new_tokens)
     weights = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     shape, layout, dtype = shape_of(model), layout_of(model), str(model.dtype).removeprefix("torch.")
     room = max(config.memory_bytes - weights, 0)
@@ -80,6 +80,7 @@ def bench(folder: Path, config: BenchConfig, progress: Progress) -> dict[str, An
         "dtype": dtype,
         "new_tokens": config.new_tokens,
         "prefills": config.prefills,
+        "machine": {"operations_per_second": machine.operations, "bytes_per_second": machine.bytes},
         "rows": rows,
         "skipped": skipped,
         "memory": config.memory,
@@ -128,6 +129,28 @@ def _measure(
     ]
 
 
+def _with_limits(
+    rows: list[dict[str, Any]], model: PreTrainedModel, machine: Machine, new_tokens: int
+) -> list[dict[str, Any]]:
+    """The rows, with what a step must cost halfway through decoding, and how much of its time that is.
+
+    The base's other caches have its limit, but a quantized or offloaded one has none that is known here.
+    """
+    layout, dims = layout_of(model), dims_of(model, shape_of(model))
+    for row in rows:
+        tokens, batch = row["context"] + new_tokens // 2, row["batch"]
+        base = base_step(dims, layout, tokens, batch)
+        step = {BASE: base, "static": base, OURS: cskv_step(dims, layout, tokens, batch)}.get(row["cache"])
+        row["limit"] = step and {
+            "multiply_adds": step.multiply_adds,
+            "bytes": step.bytes,
+            "seconds": step.seconds(machine),
+            "to_base": step.seconds(machine) / base.seconds(machine),
+            "reached": step.seconds(machine) / row["decode_seconds"]["median"],
+        }
+    return rows
+
+
 def _prompt(model: PreTrainedModel, context: int, batch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(3, model.config.vocab_size, (batch, context), generator=generator).to(model.device)
@@ -135,16 +158,10 @@ def _prompt(model: PreTrainedModel, context: int, batch: int) -> torch.Tensor:
 
 def _timed(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, seconds: list[float]) -> torch.Tensor:
     """The next tokens [batch, 1]; the time of the forward goes to `seconds`."""
-    began = _now(model)
+    began = now()
     logits = model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits
-    seconds.append(_now(model) - began)
+    seconds.append(now() - began)
     return logits.argmax(-1)
-
-
-def _now(model: PreTrainedModel) -> float:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _spread(seconds: list[float], base: list[float]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """`cskv init`: factors of every key and value projection, and the layout of the cache they are for."""
 
+import functools
 import math
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from cskv_cli.checkpoint.layers import compressible_layers, in_memory, kv_projec
 from cskv_cli.config import InitConfig
 from cskv_cli.errors import CskvError
 from cskv_cli.factorize import METHODS, Context, squared_error
+from cskv_cli.factorize.groups import factorized
 from cskv_cli.layout import Layout, save_layout, unquantized
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
@@ -20,12 +22,19 @@ from cskv_cli.spectrum import rank_at
 
 
 def rank_of(config: InitConfig, name: str, channels: int) -> int:
-    """Channels to keep: the rank given, or what the ratio leaves, at least 1.
+    """Channels to keep: the rank given, or what the ratio leaves, at least 1; with head groups, the nearest multiple.
 
     Raises:
-        CskvError: a rank larger than the projection has channels.
+        CskvError: a rank larger than the projection has channels, or one that does not divide by the head groups.
     """
-    rank = getattr(config, f"rank_{name}") or rank_at(getattr(config, f"ratio_{name}"), channels)
+    groups, rank = config.head_groups, getattr(config, f"rank_{name}")
+    if rank is None:
+        return max(round(rank_at(getattr(config, f"ratio_{name}"), channels) / groups), 1) * groups
+    if rank % groups:
+        raise CskvError(
+            f"--rank-{name} {rank} does not divide by {groups} head groups",
+            f"give --rank-{name} {-(-rank // groups) * groups}, or a --ratio-{name}, which is rounded",
+        )
     if rank > channels:
         raise CskvError(
             f"--rank-{name} {rank} is more than the {channels} channels the cache has", "give a smaller one"
@@ -33,18 +42,26 @@ def rank_of(config: InitConfig, name: str, channels: int) -> int:
     return rank
 
 
-def layout_for(config: InitConfig, allocation: Path | None, count: int, layers: list[int], channels: int) -> Layout:
+def layout_for(
+    config: InitConfig, allocation: Path | None, count: int, layers: list[int], channels: int, heads: int
+) -> Layout:
     """The ranks that `config` asks for, or those of an allocation, without its bits.
 
     Raises:
-        CskvError: a rank larger than the projection has channels, or an allocation that is not for this model.
+        CskvError: a rank larger than the projection has channels, an allocation that is not for this model, or head
+            groups that the `heads` key and value heads cannot be divided into.
     """
     if allocation is not None:
         full = read_allocation(allocation).layout(count, allocation, layers, channels)
         return unquantized(full.window, full.sinks, full.rank_k, full.rank_v, full.whole)
+    if heads % config.head_groups:
+        raise CskvError(
+            f"{heads} KV heads do not divide into --head-groups {config.head_groups}",
+            f"give a divisor of {heads}",
+        )
     ranks = {name: rank_of(config, name, channels) for name in "kv"}
     k, v = (tuple(ranks[name] if i in layers else None for i in range(count)) for name in "kv")
-    return unquantized(config.window, config.sinks, k, v)
+    return unquantized(config.window, config.sinks, k, v).model_copy(update={"head_groups": config.head_groups})
 
 
 def init(
@@ -66,7 +83,7 @@ def init(
         layers = compressible_layers(model.config)
         heads = model.config.num_key_value_heads
         channels = heads * model.model.layers[layers[0]].self_attn.head_dim
-        layout = layout_for(config, allocation, model.config.num_hidden_layers, layers, channels)
+        layout = layout_for(config, allocation, model.config.num_hidden_layers, layers, channels, heads)
         errors = []
         with progress.task("factorize", len(layout.layers), "layers") as advance:
             for i in layout.layers:
@@ -91,7 +108,8 @@ def _layer(
         if not done:
             generator = torch.Generator().manual_seed(config.seed * 10_000 + index * 2 + position)
             context = Context(gram, stats.mean_abs.double(), config.alpha, generator)
-            a, b = METHODS[config.method](weight, ranks[name], context)
+            method = functools.partial(METHODS[config.method], context=context)
+            a, b = factorized(method, weight, ranks[name], config.head_groups)
             result |= {f"{name}.a": a.float(), f"{name}.b": b.float()}
         sizes[name] = squared_error(weight, result[f"{name}.a"].double(), result[f"{name}.b"].double(), gram)
     if not done:

@@ -57,8 +57,11 @@ def make_plan(
     if search is not None:
         layout = unquantized(search.window, search.sinks, *[spread(shape.channels)] * 2)
     else:
-        layout = _layout(init, quantize, allocation, config.num_hidden_layers, layers, shape)
-    factors = sum(rank or 0 for rank in layout.rank_k + layout.rank_v) * (hidden + shape.channels)
+        layout = _layout(
+            init, quantize, allocation, config.num_hidden_layers, layers, shape, config.num_key_value_heads
+        )
+    columns = hidden + shape.channels // layout.head_groups
+    factors = sum(rank or 0 for rank in layout.rank_k + layout.rank_v) * columns
     statistics = len(layers) * hidden * hidden * 4
     weights = base.parameter_bytes // stored.itemsize * dtype.itemsize
     states = calibrate.samples * calibrate.seq_len * hidden * compute.itemsize
@@ -99,8 +102,9 @@ def _layout(
     count: int,
     layers: list[int],
     shape: Shape,
+    heads: int,
 ) -> Layout:
-    layout = layout_for(init, allocation, count, layers, shape.channels)
+    layout = layout_for(init, allocation, count, layers, shape.channels, heads)
     if quantize is None:
         return layout
     if quantize.allocation is not None and allocation is not None:

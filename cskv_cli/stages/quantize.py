@@ -15,6 +15,7 @@ from cskv_cli.config import QuantizeConfig
 from cskv_cli.distributed import workers
 from cskv_cli.errors import CskvError
 from cskv_cli.evaluation.attention import AttentionOutput
+from cskv_cli.factorize.groups import parts, product
 from cskv_cli.layout import Layout, load_layout, save_layout
 from cskv_cli.modeling.cskv_quantizer import Quantizer
 from cskv_cli.progress import Progress
@@ -78,7 +79,8 @@ def allocated_layout(layout: Layout, path: Path) -> Layout:
                 raise CskvError(f"layer {i}: {path} {theirs} for {name}, the factors have {ours or 'none'}", hint)
     if (allocation.window, allocation.sinks) != (layout.window, layout.sinks):
         raise CskvError(f"{path} is for another window or number of sinks than the factors", hint)
-    return allocation.layout(len(layout.rank_k), path, layers, max(ranks))
+    allocated = allocation.layout(len(layout.rank_k), path, layers, max(ranks))
+    return allocated.model_copy(update={"head_groups": layout.head_groups})
 
 
 def quantize(
@@ -145,23 +147,26 @@ def choose(
 
     For any invertible M the factors (A M, M^-1 B) are the same factorization. All bases tried have orthonormal rows in
     B: the principal axes of the keys or values, whose channels differ most, and random rotations of them, which spread
-    variance and error evenly.
+    variance and error evenly. Of head groups each has its own axes, and all have the same rotation.
 
     Args:
         error: of keys or values [runs, tokens, channels] made from the codes.
         sinks: first tokens of each run, whose latents are never read.
     """
-    axes = principal_axes(latents[:, sinks:].flatten(0, 1), b)
+    axes = [principal_axes(ours[:, sinks:].flatten(0, 1), block) for ours, block in parts(latents, b)]
     best = None
-    for number, rotation in enumerate(_rotations(a.shape[1], seed)):
-        basis = rotation.T @ axes
-        turn = b @ basis.T  # latents @ b == (latents @ turn) @ basis, since the rows of basis span those of b
-        turned = (latents @ turn).float()
+    for number, rotation in enumerate(_rotations(b.shape[0], seed)):
+        basis = torch.cat([rotation.T @ ours for ours in axes], dim=1)
+        # latents @ b == (latents @ turn) @ basis, since the rows of basis span those of b
+        turn = torch.cat(
+            [block @ new.T for (_, block), (_, new) in zip(parts(a, b), parts(a, basis), strict=True)], dim=1
+        )
+        turned = product(latents, turn).float()
         for clip in CLIPS:
             tried = Quantizer(quantizer.bits, quantizer.group, quantizer.per_channel, clip)
-            remaining = error(tried.round_trip(turned, sinks) @ basis.float())
+            remaining = error(product(tried.round_trip(turned, sinks), basis.float()))
             if best is None or remaining < best.error:
-                best = Choice(a @ turn, basis, clip, number > 0, remaining)
+                best = Choice(product(a, turn), basis, clip, number > 0, remaining)
     return best
 
 
@@ -207,7 +212,7 @@ def _layer(
     """The choices for keys and values, and the squared norm of the attention output without quantization."""
     given = {name: tensor.double() for name, tensor in factors.load_layer(folder, index).items()}
     latents = {name: output.hidden.double() @ given[f"{name}.a"] for name in "kv"}
-    kept = {name: (latents[name] @ given[f"{name}.b"]).float() for name in "kv"}
+    kept = {name: product(latents[name], given[f"{name}.b"]).float() for name in "kv"}
     expected = output(**kept)
     choices = {}
     for name in "kv":

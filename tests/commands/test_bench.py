@@ -47,6 +47,11 @@ def test_rows_times_and_bytes(export, tmp_path, alone):
             assert row["cache_bytes"]["formula"] == 4 * batch * 16 * 4 * tokens + full * 10 + 4 * batch * tokens
             room = -(-tokens // 64) * 64
             assert 4 * batch * 16 * 4 * tokens + exact <= held <= 4 * batch * 16 * 4 * room + exact + 4 * batch * tokens
+        limit = row["limit"]
+        assert limit["reached"] == pytest.approx(limit["seconds"] / row["decode_seconds"]["median"])
+        speed = result["machine"]["operations_per_second"], result["machine"]["bytes_per_second"]
+        assert limit["seconds"] == pytest.approx(max(2 * limit["multiply_adds"] / speed[0], limit["bytes"] / speed[1]))
+        assert row["cache"] == "cskv" or limit["to_base"] == 1
     assert result["longest"]["1"]["cskv"] > result["longest"]["2"]["cskv"] > result["longest"]["2"]["base"]
     assert Image.open(tmp_path / "times.png").width == 1300
 

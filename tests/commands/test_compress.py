@@ -10,6 +10,7 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from cskv_cli.app import app
+from cskv_cli.checkpoint.load import load_checkpoint
 from tests.cli import CALIBRATION, compress, cskv
 from tests.families import base_model
 
@@ -49,6 +50,28 @@ def test_export_holds_the_factors_of_init(tiny):
     with safe_open(tiny / "run" / "export" / "model-00002-of-00002.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("model.layers.2.self_attn.v_down.weight"), a.T)
         assert torch.equal(file.get_tensor("model.layers.2.self_attn.v_up.weight"), b.T)
+
+
+def test_head_groups(tiny):
+    """Each of the two KV heads has its own latents; their number is a multiple of the groups."""
+    compress(tiny, "--head-groups", 2, "--ratio-k", 0.55, "--rank-v", 10, "--bits", 4, "--group", 4, "--window", 8)
+    config = json.loads((tiny / "run/export/config.json").read_text())["cskv"]
+    assert (config["head_groups"], config["rank_k"][0], config["rank_v"][0]) == (2, 14, 10)
+    model = load_checkpoint(tiny / "run/export", "cpu", "float32")
+    assert model.model.layers[1].self_attn.v_up.weight.shape == (32, 5)
+    assert "head_groups: 2" in (tiny / "run/export/README.md").read_text()
+    errors = [
+        cskv("init", "--run", tiny / "run", "--ratio-k", 0.5, "--head-groups", g)["relative_error"] for g in (1, 2)
+    ]
+    assert errors[0]["k"] < errors[1]["k"] < 1
+    for flags, said in (
+        (("--head-groups", 3), "2 KV heads do not divide into --head-groups 3"),
+        (("--head-groups", 2, "--rank-k", 7), "--rank-k 7 does not divide by 2 head groups"),
+    ):
+        assert said in compress(tiny, *flags, exit_code=1)["error"]
+    assert "an allocation is for factors that all heads share" in compress(
+        tiny, "--head-groups", 2, "--budget", 0.8, exit_code=2
+    )["error"].replace("\n", " ")
 
 
 def test_a_second_run_changes_nothing_and_another_ratio_keeps_calibration(tiny):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cskv_cli.factorize import METHODS, Context, squared_error
+from cskv_cli.factorize.groups import factorized, product
 
 HIDDEN, CHANNELS, TOKENS = 24, 16, 200
 
@@ -97,3 +98,15 @@ def test_random_is_seeded_and_has_the_size_of_a_fresh_layer():
     )
     assert torch.equal(draw(1)[0], draw(1)[0]) and not torch.equal(draw(1)[0], draw(2)[0])
     assert draw(1)[0].abs().max() <= HIDDEN**-0.5 and draw(1)[1].abs().max() > 8**-0.5 * 0.8
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_of_heads_reach_the_best_error_of_each(groups):
+    x, weight, context = problem()
+    rank, errors = 8, []
+    a, b = factorized(lambda part, rank: METHODS["whitened"](part, rank, context), weight, rank, groups)
+    assert (a.shape, b.shape) == ((HIDDEN, rank), (rank // groups, CHANNELS))
+    for channels in weight.chunk(groups, dim=1):
+        errors.append(torch.linalg.svdvals(x @ channels)[rank // groups :].square().sum().item())
+    assert squared_error(weight, a, b, context.gram)[0] == pytest.approx(sum(errors), rel=1e-6)
+    torch.testing.assert_close(product(a, b), a @ torch.block_diag(*b.chunk(groups, dim=1)))

@@ -284,5 +284,5 @@ def test_a_step_leaves_no_trace_in_the_model():
     names = {name: set(vars(module)) for name, module in model.named_modules()}
     decode(model, tokens(1, LENGTH), SIZES)
     for name, module in model.named_modules():
-        assert set(vars(module)) - names[name] <= {"known_calls", "_plain"}
+        assert set(vars(module)) - names[name] <= {"known_calls", "plain"}
         assert not [part for part in vars(module).values() if isinstance(part, nn.Module | DecodeStep)]

@@ -42,6 +42,20 @@ def test_the_product_stays_and_the_error_is_what_is_said(bits, per_channel):
     assert choice.error == pytest.approx(error, rel=1e-3)
 
 
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_groups_of_heads_have_bases_of_their_own(per_channel):
+    latents, a, b = problem()
+    blocks = b[:3]  # two groups
+    whole = torch.block_diag(*blocks.chunk(2, dim=1))
+    choice = choose(latents, a, blocks, Quantizer(3, 8, per_channel), 1, squared(latents, whole))
+    basis = torch.block_diag(*choice.b.chunk(2, dim=1))
+    torch.testing.assert_close(choice.a @ basis, a @ whole)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(RANK, dtype=torch.float64))
+    turned = (latents @ whole @ basis.T).float()
+    rounded = Quantizer(3, 8, per_channel, choice.clip).round_trip(turned)
+    assert choice.error == pytest.approx(((rounded - turned).double() @ basis).square().sum().item(), rel=1e-3)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_no_worse_than_the_given_axes_without_clipping(seed, per_channel):
