@@ -9,11 +9,14 @@ from torch import nn
 from cskv_cli import factors, statistics
 from cskv_cli.allocation import read_allocation
 from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.classes import layer_count
 from cskv_cli.checkpoint.layers import compressible_layers, in_memory, kv_projections, load_by_layer
+from cskv_cli.checkpoint.load import shape_of
 from cskv_cli.config import InitConfig
 from cskv_cli.errors import CskvError
 from cskv_cli.factorize import METHODS, Context, squared_error
 from cskv_cli.layout import Layout, save_layout, unquantized
+from cskv_cli.modeling.cskv_structure import attentions
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
 from cskv_cli.spectrum import rank_at
@@ -64,14 +67,13 @@ def init(
     with run.offload() as offload:
         model = load_by_layer(base.folder, offload, dtype=torch.float32, device="cpu")
         layers = compressible_layers(model.config)
-        heads = model.config.num_key_value_heads
-        channels = heads * model.model.layers[layers[0]].self_attn.head_dim
-        layout = layout_for(config, allocation, model.config.num_hidden_layers, layers, channels)
+        channels, count = shape_of(model).channels, layer_count(model.config)
+        layout = layout_for(config, allocation, count, layers, channels)
         errors = []
         with progress.task("factorize", len(layout.layers), "layers") as advance:
             for i in layout.layers:
                 ranks = {"k": layout.rank_k[i], "v": layout.rank_v[i]}
-                errors.append(_layer(run, partial, model.model.layers[i].self_attn, i, ranks, config))
+                errors.append(_layer(run, partial, attentions(model)[i], i, ranks, config))
                 advance(1)
     save_layout(partial, layout)
     return run.commit("init", partial, config, inputs, _report(layout.layers, errors))

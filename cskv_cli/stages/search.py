@@ -12,12 +12,12 @@ import torch
 from transformers import AutoConfig
 
 from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.classes import layer_count
 from cskv_cli.checkpoint.layers import compressible_layers
 from cskv_cli.checkpoint.load import load_tokenizer
 from cskv_cli.config import DataConfig, SearchConfig
 from cskv_cli.devices import pick_device
 from cskv_cli.errors import CskvError
-from cskv_cli.layout import unquantized
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run, write_json
 from cskv_cli.search.combine import DIRECTIONS, Tilt, allocate, smallest_bytes, uniform_settings
@@ -43,10 +43,8 @@ def frame_of(base: BaseModel, config: SearchConfig) -> Frame:
         CskvError: it has nothing to compress.
     """
     model = AutoConfig.from_pretrained(base.folder)
-    layers, count = compressible_layers(model), model.num_hidden_layers
-    ones = tuple(1 if i in layers else None for i in range(count))
-    layout = unquantized(config.window, config.sinks, ones, ones)
-    shape = base_shape(base.folder, layout, torch.bfloat16)
+    layers, count = compressible_layers(model), layer_count(model)
+    shape = base_shape(base.folder, torch.bfloat16)
     return Frame(shape, tuple(layers), count, config.window, config.sinks, config.group, config.tokens)
 
 
