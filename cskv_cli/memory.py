@@ -14,15 +14,19 @@ class Shape:
     Attributes:
         channels: key channels, and as many value channels.
         dtype_bytes: bytes of one number.
+        heads: of keys, and as many of values.
+        copies: how often each of them is cached.
     """
 
     channels: int
     dtype_bytes: int
+    heads: int = 1
+    copies: int = 1
 
     @property
     def token_bytes(self) -> int:
         """Keys and values of a token in one uncompressed layer."""
-        return 2 * self.channels * self.dtype_bytes
+        return 2 * self.channels * self.copies * self.dtype_bytes
 
 
 def base_bytes(shape: Shape, layout: Layout, tokens: int) -> int:

@@ -4,9 +4,12 @@ import copy
 
 import torch
 import transformers
-from torch import nn
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from cskv_cli.checkpoint.classes import base_class, hidden_size, layer_count
+from cskv_cli.checkpoint.layers import compressible_layers, kv_projections
 from cskv_cli.modeling import modeling_cskv
+from cskv_cli.modeling.cskv_structure import attentions
 
 SMALL = dict(
     vocab_size=97,
@@ -24,6 +27,8 @@ SMALL = dict(
 )
 MOE = dict(num_local_experts=4, num_experts_per_tok=2)
 SLIDING_FULL = ["sliding_attention", "full_attention"]
+UNSET = object()
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the name of a config is not that of its model
 
 FAMILIES = {
     "Llama": {},
@@ -82,21 +87,48 @@ FAMILIES = {
     "Apertus": {},
     "MiniMaxM2": MOE,
     "BitNet": {},
+    "GPTNeoX": {},
+    "GPTNeoX:serial": dict(use_parallel_residual=False, attention_bias=False),
+    "GPTNeoXJapanese": {},
+    "Falcon": dict(head_dim=UNSET),
+    "Falcon:new": dict(head_dim=UNSET, new_decoder_architecture=True, num_kv_heads=2),
+    "Falcon:heads": dict(head_dim=UNSET, multi_query=False, parallel_attn=False, bias=True),
+    "Persimmon": {},
+    "GPT2": {},
+    "GPTBigCode": {},
+    "GPTBigCode:heads": dict(multi_query=False),
+    "OPT": dict(word_embed_proj_dim=32, ffn_dim=96),
+    "BioGpt": {},
 }
 
-FAMILIES = {f: v for f, v in FAMILIES.items() if hasattr(transformers, f"{f.split(':')[0]}ForCausalLM")}
+# Multimodal models: their text part, and a tower for images.
+TOWER = dict(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+)
+MULTIMODAL = {
+    "Gemma3Vision": ("gemma3", "Gemma3", dict(vision_config=TOWER, mm_tokens_per_image=4, image_token_id=90)),
+}
+FAMILIES |= {name: {} for name in MULTIMODAL}
+
+
+def config_of(family: str, **overrides) -> PretrainedConfig:
+    """The small config of a family; a setting that is `UNSET` is left to the family's own default."""
+    if family in MULTIMODAL:
+        kind, text, settings = MULTIMODAL[family]
+        return CONFIG_MAPPING[kind](text_config=config_of(text, **overrides).to_dict(), **settings)
+    name = family.split(":")[0]
+    settings = {**SMALL, **FAMILIES.get(family, {}), **overrides}
+    if transformers.__version__ < "5" and (rope := settings.pop("rope_parameters", None)):  # its names before
+        settings.update(rope_scaling=rope, rope_theta=rope["rope_theta"])
+    kind = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
+    return kind(**{key: value for key, value in settings.items() if value is not UNSET})
 
 
 def base_model(family: str, **overrides):
     """A random model in float32 whose biases, norms and sinks are not at their initial zeros and ones."""
-    name = family.split(":")[0]
-    config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
-    settings = {**SMALL, **FAMILIES.get(family, {}), **overrides}
-    if transformers.__version__ < "5" and (rope := settings.pop("rope_parameters", None)):  # its names before
-        settings.update(rope_scaling=rope, rope_theta=rope["rope_theta"])
-    config = config_class(**settings)
+    config = config_of(family, **overrides)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    model = base_class(config)._from_config(config).float().eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias") or "norm" in key:
@@ -106,20 +138,11 @@ def base_model(family: str, **overrides):
     return model
 
 
-def projections(attention: nn.Module):
-    """(weight [channels, hidden], bias) of the key and of the value projection."""
-    if hasattr(attention, "k_proj"):
-        return [(p.weight, p.bias) for p in (attention.k_proj, attention.v_proj)]
-    channels = attention.num_key_value_heads * attention.head_dim
-    weight = attention.qkv_proj.weight
-    return [(weight[-2 * channels : -channels], None), (weight[-channels:], None)]
-
-
 def cskv_block(base, rank=None, window=4, sinks=2, bits=None, group=4, head_groups=1):
     """The `cskv` entry of a config, with the same settings in every full-attention layer (rank None: full rank)."""
-    kinds = getattr(base.config, "layer_types", None) or ["full_attention"] * base.config.num_hidden_layers
-    per_layer = lambda value: [value if kind == "full_attention" else None for kind in kinds]  # noqa: E731
-    rank = rank or base.config.hidden_size
+    layers = compressible_layers(base.config)
+    per_layer = lambda value: [value if i in layers else None for i in range(layer_count(base.config))]  # noqa: E731
+    rank = rank or hidden_size(base.config)
     return dict(
         window=window,
         sinks=sinks,
@@ -146,12 +169,11 @@ def compressed(base, factors=None, **settings):
     assert not model.load_state_dict(base.state_dict(), strict=False).unexpected_keys
     factors = factors or (lambda weight: (torch.eye(weight.shape[1]), weight.T))
     with torch.no_grad():
-        for layer, rank in zip(model.model.layers, config.cskv["rank_k"], strict=True):
+        for attention, rank in zip(attentions(model), config.cskv["rank_k"], strict=True):
             if rank is None:
                 continue
-            attention = layer.self_attn
-            for name, (weight, bias) in zip("kv", projections(attention), strict=True):
-                down, up = factors(weight)
+            for name, (weight, bias) in kv_projections(attention).items():
+                down, up = factors(weight.T)
                 getattr(attention, f"{name}_down").weight.copy_(down.T)
                 getattr(attention, f"{name}_up").weight.copy_(up.T)
                 if bias is not None:

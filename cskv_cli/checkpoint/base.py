@@ -188,13 +188,15 @@ def _quantization(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _check_causal(config: dict[str, Any], source: str) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    from cskv_cli.checkpoint.classes import GENERATING
 
     kind = config.get("model_type")
     if not kind:
         raise CskvError(f"{source}: config.json has no model_type", WHAT_TO_PASS)
-    if kind not in CAUSAL or config.get("is_encoder_decoder"):
+    if config.get("is_encoder_decoder"):
+        raise CskvError(f"{source} is an encoder-decoder model ({kind}), not a decoder alone", WHAT_TO_PASS)
+    if kind not in GENERATING:
         raise CskvError(f"{source}: transformers has no causal language model of type {kind}", WHAT_TO_PASS)
     classes = config.get("architectures") or []
-    if classes and not any(name == CAUSAL[kind] or name.endswith(_CAUSAL_NAMES) for name in classes):
+    if classes and not any(name == GENERATING[kind] or name.endswith(_CAUSAL_NAMES) for name in classes):
         raise CskvError(f"{source} is a {classes[0]}, not a causal language model", WHAT_TO_PASS)

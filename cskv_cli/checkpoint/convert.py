@@ -238,12 +238,11 @@ def _load_bin(shard: Path) -> dict[str, "Tensor"]:
 
 def _tied_names(folder: Path) -> set[str]:
     """Parameters that the model takes from another one, such as an lm_head tied to the embeddings."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return set(model.all_tied_weights_keys)
+    from cskv_cli.checkpoint.classes import empty_base
+
+    return set(empty_base(AutoConfig.from_pretrained(folder)).all_tied_weights_keys)
 
 
 def _unshare(state: dict[str, "Tensor"], tied: set[str]) -> dict[str, "Tensor"]:

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device, has_offloaded_params
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
+from cskv_cli.checkpoint.classes import base_class, empty_base
 from cskv_cli.errors import CskvError
+from cskv_cli.modeling.cskv_structure import find_attention, find_decoder, key_value_rows, weight_by_input
 from cskv_cli.progress import Advance
 
+SEE_MODELS = "cskv cannot compress it; docs/models.md lists the families it can, and why it cannot others"
 BATCH_TOKENS = 2048  # in one call of a layer: enough to keep a processor busy, few enough for a small memory
 
 Visit = Callable[[int, torch.Tensor], None]
@@ -34,7 +37,7 @@ def load_by_layer(
     """
     config = AutoConfig.from_pretrained(folder)
     disable_progress_bar()
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    model, loading = base_class(config).from_pretrained(
         folder,
         config=config,
         dtype="auto",
@@ -59,13 +62,18 @@ def _cast(model: PreTrainedModel, stored: torch.dtype, dtype: torch.dtype) -> No
 
 
 def _device_map(config: PretrainedConfig, device: torch.device | str) -> dict[str, torch.device | str]:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    top = {name: device for name, _ in model.named_children() if name != "model"}
-    inner = {f"model.{name}": device for name, _ in model.model.named_children()}
-    if not config.get_text_config().tie_word_embeddings:
-        top["lm_head"] = "disk"
-    return top | inner | {"model.layers": "disk"}
+    """Everything of the decoder on `device` but its layers; of the rest only a head that is tied to the embeddings."""
+    model = empty_base(config)
+    decoder = find_decoder(model)
+    tied = config.get_text_config(decoder=True).tie_word_embeddings
+    places, module, prefix = {}, model, ""
+    for step in decoder.name.split("."):
+        is_head = lambda child: tied and child is model.get_output_embeddings()  # noqa: E731
+        children = {name: child for name, child in module.named_children() if name != step}
+        places |= {prefix + name: device if is_head(child) else "disk" for name, child in children.items()}
+        module, prefix = getattr(module, step), f"{prefix}{step}."
+    places |= {prefix + name: device for name, _ in module.named_children()}
+    return places | {decoder.layers_name: "disk"}
 
 
 @contextmanager
@@ -89,7 +97,7 @@ class LayerByLayer:
     """Windows of tokens on their way through a model: all of them through one decoder layer, then the next.
 
     Args:
-        model: from `load_by_layer`, or any model with `model.layers`.
+        model: from `load_by_layer`, or any other.
         ids: [windows, seq_len].
         device: where a layer computes.
 
@@ -99,18 +107,19 @@ class LayerByLayer:
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor, device: torch.device | str) -> None:
-        self.layers: nn.ModuleList = model.model.layers
+        decoder = find_decoder(model)
+        self.layers = decoder.layers
         self.device = device
         size = max(1, BATCH_TOKENS // ids.shape[1])
         self._batches = [slice(start, min(start + size, len(ids))) for start in range(0, len(ids), size)]
         with _recorded(self.layers) as calls:
             # All windows have one shape, so the masks and rotations of one serve them all.
-            model.model(ids[:1].to(device), use_cache=False)
+            decoder.module(ids[:1].to(device), use_cache=False)
             self._arguments = [(args, kwargs) for _, args, kwargs in calls]
             first = calls[0][0]
             self.hidden = torch.empty(*ids.shape, first.shape[-1], dtype=first.dtype)
             for rows in self._batches:
-                model.model(ids[rows].to(device), use_cache=False)
+                decoder.module(ids[rows].to(device), use_cache=False)
                 self.hidden[rows] = calls[0][0]
 
     @torch.no_grad()
@@ -134,7 +143,7 @@ class LayerByLayer:
         with ExitStack() as stack:
             stack.enter_context(in_memory(layer, self.device))
             if visit:
-                stack.callback(layer.self_attn.register_forward_pre_hook(see, with_kwargs=True).remove)
+                stack.callback(find_attention(layer).register_forward_pre_hook(see, with_kwargs=True).remove)
             for rows in self._batches:
                 output = layer(self.hidden[rows].to(self.device), *args, **kwargs)
                 output = output[0] if isinstance(output, tuple) else output
@@ -147,14 +156,21 @@ class LayerByLayer:
 
 @contextmanager
 def _recorded(layers: nn.ModuleList) -> Iterator[list[tuple[torch.Tensor, tuple, dict[str, Any]]]]:
-    """Within, the layers compute nothing: each gives back its input and notes what it was last called with."""
+    """Within, the layers compute nothing: each gives back its input and notes what it was last called with.
+
+    Some models take the first of what a layer returns. Then the second layer is given no batch, and tuples are wanted.
+    """
     calls: list[Any] = [None] * len(layers)
+    wants_tuples: list[bool] = []
     forwards = [layer.forward for layer in layers]
 
     def recorder(index: int) -> Callable[..., torch.Tensor]:
         def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            calls[index] = (hidden_states, args, kwargs)
-            return hidden_states
+            first = calls[0][0] if index else hidden_states
+            calls[index] = (first, args, kwargs)
+            if index == 1 and hidden_states.dim() < first.dim():
+                wants_tuples.append(True)
+            return (first,) if wants_tuples else first
 
         return forward
 
@@ -181,10 +197,19 @@ def compressible_layers(config: PretrainedConfig) -> list[int]:
     """Return the decoder layers whose cache grows with every token; sliding-window layers are left alone.
 
     Raises:
-        CskvError: there is none.
+        CskvError: there is none, or the model's cache is not one of keys and values by layer.
     """
     text = config.get_text_config(decoder=True)
     caches = DynamicCache(config=text).layers
+    if getattr(text, "num_kv_shared_layers", 0) or getattr(text, "kv_sharing_modes", None):
+        raise CskvError(f"{text.model_type}: layers share keys and values, which cskv keeps by layer", SEE_MODELS)
+    for index, cache in enumerate(caches):
+        if "Linear" in type(cache).__name__:
+            raise CskvError(
+                f"{text.model_type}: layer {index} keeps a state (linear attention or a convolution) in place of keys "
+                "and values or beside them, which cskv does not know",
+                SEE_MODELS,
+            )
     layers = [index for index, cache in enumerate(caches) if type(cache) is DynamicLayer]
     if not layers:
         window = getattr(text, "sliding_window", None)
@@ -202,17 +227,14 @@ def kv_projections(attention: nn.Module) -> dict[str, tuple[torch.Tensor, torch.
     Raises:
         CskvError: the layer makes its keys and values in another way.
     """
-    if hasattr(attention, "k_proj") and hasattr(attention, "v_proj"):
-        linears = {"k": (attention.k_proj, slice(None)), "v": (attention.v_proj, slice(None))}
-    elif hasattr(attention, "qkv_proj"):  # Phi3: queries, keys and values below one another
-        channels = attention.num_key_value_heads * attention.head_dim
-        linears = {"k": (attention.qkv_proj, slice(-2 * channels, -channels))}
-        linears["v"] = (attention.qkv_proj, slice(-channels, None))
-    else:
-        raise CskvError(f"{type(attention).__name__} has no key and value projection that CSKV knows")
+    try:
+        linears = key_value_rows(attention)
+    except ValueError as error:
+        raise CskvError(str(error)) from error
     return {name: _projection(linear, rows) for name, (linear, rows) in linears.items()}
 
 
-def _projection(linear: nn.Linear, rows: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-    bias = None if linear.bias is None else linear.bias.detach()[rows].float()
-    return linear.weight.detach()[rows].T.float(), bias
+def _projection(linear: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rows = rows.to(linear.weight.device)
+    bias = None if getattr(linear, "bias", None) is None else linear.bias.detach()[rows].float()
+    return weight_by_input(linear).detach()[:, rows].float(), bias

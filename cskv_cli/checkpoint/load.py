@@ -3,16 +3,17 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from cskv_cli.checkpoint.classes import base_class, cskv_class
 from cskv_cli.checkpoint.download import download, looks_like_path
 from cskv_cli.checkpoint.layers import compressible_layers
-from cskv_cli.checkpoint.probe import model_class
 from cskv_cli.checkpoint.weights import read_headers, read_json
 from cskv_cli.errors import CskvError
 from cskv_cli.layout import Layout, parse_layout
 from cskv_cli.memory import Shape
+from cskv_cli.modeling.cskv_structure import attentions, key_value_rows, repeats, width_of_head
 
 
 def find_checkpoint(name: str, revision: str | None = None) -> Path:
@@ -52,7 +53,7 @@ def load_checkpoint(folder: Path, device: str, dtype: torch.dtype | str) -> PreT
     read_headers(folder)
     config = AutoConfig.from_pretrained(folder)
     disable_progress_bar()
-    model, report = model_class(config).from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    model, report = cskv_class(config).from_pretrained(folder, dtype=dtype, output_loading_info=True)
     if report["missing_keys"]:
         raise CskvError(f"{folder} lacks the weights {sorted(report['missing_keys'])[:3]}", "export it again")
     return model.to(device).eval()
@@ -63,13 +64,13 @@ def load_unfilled(folder: Path, layout: Layout, dtype: torch.dtype) -> PreTraine
     config = AutoConfig.from_pretrained(folder)
     config.cskv = layout.model_dump(mode="json")
     disable_progress_bar()
-    return model_class(config).from_pretrained(folder, config=config, dtype=dtype).eval()
+    return cskv_class(config).from_pretrained(folder, config=config, dtype=dtype).eval()
 
 
 def load_base(folder: Path, device: str, dtype: torch.dtype | str) -> PreTrainedModel:
     """The base model in `folder`, ready to score."""
     disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    return base_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype).to(device).eval()
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -94,5 +95,6 @@ def layout_of(model: PreTrainedModel) -> Layout:
 
 def shape_of(model: PreTrainedModel) -> Shape:
     """What the base caches per token and layer."""
-    attention = model.model.layers[compressible_layers(model.config)[0]].self_attn
-    return Shape(model.config.num_key_value_heads * attention.head_dim, model.dtype.itemsize)
+    attention = attentions(model)[compressible_layers(model.config)[0]]
+    channels, width = len(key_value_rows(attention)["k"][1]), width_of_head(attention)
+    return Shape(channels, model.dtype.itemsize, channels // width, repeats(attention))

@@ -1,19 +1,23 @@
 """Writing an exported checkpoint: the base's own files, one more shard with the factors, and the modeling files."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from cskv_cli import factors, modeling
 from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.classes import cskv_class, reads_images
 from cskv_cli.checkpoint.convert import add_legacy_keys
 from cskv_cli.checkpoint.layers import in_memory, kv_projections, load_by_layer
-from cskv_cli.checkpoint.probe import model_class
 from cskv_cli.checkpoint.shards import write_shards
 from cskv_cli.checkpoint.weights import INDEX_NAME
+from cskv_cli.errors import CskvError
 from cskv_cli.layout import Layout
+from cskv_cli.modeling.cskv_structure import attentions, key_value_rows
 from cskv_cli.progress import Progress
 from cskv_cli.run import write_json
 
@@ -62,7 +66,8 @@ def config_json(base: BaseModel, layout: Layout, dtype: torch.dtype) -> dict[str
     """
     from transformers import AutoConfig
 
-    entry = f"{ENTRY}.{model_class(AutoConfig.from_pretrained(base.folder)).__name__}"
+    model = AutoConfig.from_pretrained(base.folder)
+    entry = f"{ENTRY}.{cskv_class(model).__name__}"
     config = add_legacy_keys(base.config)
     name = str(dtype).removeprefix("torch.")
     for key in ("torch_dtype", "dtype"):
@@ -71,6 +76,8 @@ def config_json(base: BaseModel, layout: Layout, dtype: torch.dtype) -> dict[str
     if not {"torch_dtype", "dtype"} & config.keys():
         config["torch_dtype"] = name
     auto_map = {"AutoModelForCausalLM": entry, "AutoModelForDecision": entry}
+    if reads_images(model):
+        auto_map["AutoModelForImageTextToText"] = entry
     return config | {"auto_map": auto_map, "cskv": layout.model_dump(mode="json")}
 
 
@@ -94,17 +101,45 @@ def extra_files(source: Path) -> list[Path]:
 def _factor_tensors(
     base: BaseModel, layout: Layout, factors_folder: Path, dtype: torch.dtype, offload: str
 ) -> dict[str, torch.Tensor]:
-    """The factors under their names in the model, with the biases of the base's projections."""
+    """The factors beside the projections of the base, with the biases of those."""
     model = load_by_layer(base.folder, offload, dtype=torch.float32, device="cpu")
     tensors = {}
     for i in layout.layers:
         loaded = factors.load_layer(factors_folder, i)
-        with in_memory(model.model.layers[i].self_attn) as attention:
+        with in_memory(attentions(model)[i]) as attention:
             biases = {name: bias for name, (_, bias) in kv_projections(attention).items()}
+            path = stored_path(model, attention, base.weight_map)
         for name in "kv":
-            prefix = f"model.layers.{i}.self_attn.{name}"
+            prefix = f"{path}.{name}"
             tensors[f"{prefix}_down.weight"] = loaded[f"{name}.a"].T
             tensors[f"{prefix}_up.weight"] = loaded[f"{name}.b"].T
             if (bias := loaded.get(f"{name}.bias", biases[name])) is not None:
                 tensors[f"{prefix}_up.bias"] = bias
     return {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+
+
+def stored_path(model: nn.Module, attention: nn.Module, stored: Iterable[str]) -> str:
+    """The path of an attention layer in the names of a checkpoint, which may differ from that in the model.
+
+    GPT-2 on the Hub stores `h.0.attn` for `transformer.h.0.attn`, Llava `language_model.model` for
+    `model.language_model`; transformers renames ours along with the others, if it is named like them.
+
+    Raises:
+        CskvError: it cannot be told.
+    """
+    path = next(name for name, module in model.named_modules() if module is attention).split(".")
+    linear, _ = key_value_rows(attention)["k"]
+    leaf = f".{next(name for name, module in attention.named_children() if module is linear)}.weight"
+
+    def likeness(name: str) -> tuple[int, int]:
+        """Steps from the end that are the same, and further steps that both have."""
+        parts = name.split(".")
+        same = 0
+        while same < min(len(parts), len(path)) and parts[-1 - same] == path[-1 - same]:
+            same += 1
+        return same, len(set(parts[: len(parts) - same]) & set(path[: len(path) - same]))
+
+    ranked = sorted((name.removesuffix(leaf) for name in stored if name.endswith(leaf)), key=likeness)
+    if not ranked or likeness(ranked[-1])[0] < 2 or ranked[:-1] and likeness(ranked[-2]) == likeness(ranked[-1]):
+        raise CskvError(f"the checkpoint has no tensor for {'.'.join(path)}{leaf}", "save it anew with save_pretrained")
+    return ranked[-1]

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cskv_cli.checkpoint.rotary import rotation_for
-from cskv_cli.modeling.cskv_attention import attention_class
-from cskv_cli.modeling.modeling_cskv import CACHE
+from cskv_cli.checkpoint.layers import kv_projections
+from cskv_cli.checkpoint.rotary import inputs_for
+from cskv_cli.modeling.cskv_attention import put_in_front
+from cskv_cli.modeling.cskv_structure import cache_name
 
 
 class _Replacement:
@@ -36,25 +37,15 @@ class AttentionOutput:
         self.hidden = hidden
         self._attention = attention
         if not hasattr(attention, "base"):
-            attention.__class__ = attention_class(type(attention))
+            put_in_front(attention, model.config.get_text_config(decoder=True))
             attention.k_up = attention.v_up = nn.Identity()
-        tokens = hidden.shape[1]
-        self._rotation = rotation_for(model, attention.layer_idx, tokens)
-        mask = torch.full((tokens, tokens), torch.finfo(hidden.dtype).min).triu(1)
-        self._inputs = {
-            "position_embeddings": self._rotation,
-            "position_ids": torch.arange(tokens)[None],
-            "attention_mask": mask[None, None],
-        }
+        self._inputs = inputs_for(model, attention.layer_idx, hidden.shape[1])
+        self._rotation = self._inputs["position_embeddings"]
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[runs, tokens, hidden] from keys and values [runs, tokens, channels] before bias, norm and RoPE."""
         attention = self._attention
-        k, v = (
-            states
-            if (bias := getattr(getattr(attention, f"{name}_proj", None), "bias", None)) is None
-            else states + bias
-            for name, states in (("k", k), ("v", v))
-        )
+        biases = [bias for _, bias in kv_projections(attention).values()]
+        k, v = (states if bias is None else states + bias for states, bias in zip((k, v), biases, strict=True))
         cache = _Replacement(attention.rebuild_keys(k, self._rotation), attention.rebuild_values(v))
-        return attention(hidden_states=self.hidden, **self._inputs, **{CACHE: cache})[0]
+        return attention(hidden_states=self.hidden, **self._inputs, **{cache_name(attention): cache})[0]

@@ -101,7 +101,7 @@ def by_ratio(name: str, model: PreTrainedModel, ratio: float) -> Method:
         kept = 2 * rank * shape.dtype_bytes
     elif name == "h2o":
         make = lambda rows: H2OLayer(ratio, rows)  # noqa: E731
-        kept += (1 - ratio) * 4 * model.config.num_key_value_heads
+        kept += (1 - ratio) * 4 * shape.heads
     else:
         make = lambda rows: StreamingLayer(ratio, rows)  # noqa: E731
     new_cache = lambda: BaselineCache(model.config, make)  # noqa: E731
@@ -111,6 +111,6 @@ def by_ratio(name: str, model: PreTrainedModel, ratio: float) -> Method:
 def kivi(model: PreTrainedModel, bits: int) -> Method:
     """KIVI at so many bits."""
     shape, layers = shape_of(model), len(compressible_layers(model.config))
-    size = layers * kivi_bytes(bits, shape.channels, shape.channels // model.config.num_key_value_heads)
+    size = layers * kivi_bytes(bits, shape.channels, shape.channels // shape.heads)
     new_cache = lambda: BaselineCache(model.config, lambda rows: KiviLayer(bits, rows))  # noqa: E731
     return Method("kivi", model, new_cache, size, {"bits": bits})

@@ -9,6 +9,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from cskv_cli.evaluation.baselines.cache import BaselineCache, BaselineLayer, received_attention
 from cskv_cli.modeling.cskv_cache import CSKVCache, CSKVLayer
+from cskv_cli.modeling.cskv_structure import attentions, find_decoder
 from cskv_cli.modeling.modeling_cskv import CACHE
 
 
@@ -51,10 +52,9 @@ class Prefill:
         if isinstance(cache, BaselineCache):
             cache.rows.see(self.mask)
         elif isinstance(cache, CSKVCache):
-            cache.begin(model.model, self.mask)
-        for layer, block, states in zip(cache.layers, model.model.layers, self.layers, strict=True):
+            cache.begin(find_decoder(model).module, self.mask)
+        for layer, attention, states in zip(cache.layers, attentions(model), self.layers, strict=True):
             if isinstance(layer, CSKVLayer):
-                attention = block.self_attn
                 latents = attention.k_down(states.hidden), attention.v_down(states.hidden)
                 layer.stage(attention, latents, states.rotation)
             layer.update(states.keys, states.values)
@@ -103,7 +103,7 @@ def read(model: PreTrainedModel, documents: list[list[int]], attention: bool = F
         states = layers[module.layer_idx]
         states.received = received_attention(output[1], states.keys.shape[1], starts, 0)
 
-    blocks = [block.self_attn for block in model.model.layers]
+    blocks = attentions(model)
     hooks = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
     hooks += [block.register_forward_hook(after) for block in blocks] if attention else []
     try:

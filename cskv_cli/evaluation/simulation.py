@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cskv_cli.modeling.cskv_cache import CSKVCache, CSKVLayer
-from cskv_cli.modeling.modeling_cskv import CACHE
+from cskv_cli.modeling.cskv_structure import attentions, cache_name
 
 
 class _Doubled:
@@ -36,10 +36,10 @@ def decode_simulation(model: PreTrainedModel, prefill: int = 0) -> Iterator[None
     their (dequantized) latents; a query of the prefill sees all of them exactly. Differentiable with respect to the
     factors.
     """
-    layers = CSKVCache(model.config).layers
+    layers, modules = CSKVCache(model.config).layers, attentions(model)
     masks: dict[Any, torch.Tensor] = {}
     hooks = [
-        model.model.layers[i].self_attn.register_forward_pre_hook(_hook(layer, prefill, masks), with_kwargs=True)
+        modules[i].register_forward_pre_hook(_hook(layer, prefill, masks), with_kwargs=True)
         for i, layer in enumerate(layers)
         if isinstance(layer, CSKVLayer)
     ]
@@ -55,7 +55,9 @@ def _hook(layer: CSKVLayer, prefill: int, masks: dict[Any, torch.Tensor]) -> Any
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         keys, values = latents_of(attention, layer, hidden)
         rotation = kwargs.get("position_embeddings")
-        kwargs[CACHE] = _Doubled((attention.rebuild_keys(keys, rotation), attention.rebuild_values(values)))
+        kwargs[cache_name(attention)] = _Doubled(
+            (attention.rebuild_keys(keys, rotation), attention.rebuild_values(values))
+        )
         key = hidden.shape[1], layer.window, layer.sinks, prefill, hidden.device, hidden.dtype
         if key not in masks:
             masks[key] = simulation_mask(*key)

@@ -12,29 +12,22 @@ from torch import nn
 from .cskv_cache import CSKVCache, CSKVLayer
 from .cskv_decode import next_step, run_step
 from .cskv_factors import made_of_tile, up_projection
+from .cskv_structure import CACHE_NAMES, key_value_rows, repeats, width_of_head
+
+SLIDING_ROTATE = "afmoe", "beam", "cohere2", "cohere2_moe", "flint"  # models without RoPE in full-attention layers
 
 
 class CSKVAttention:
     """Goes in front of a transformers attention class, whose forward stays as it is.
 
-    `k_down` and `k_up` (A and B of the paper's eq. 1) stand beside `k_proj`, `v_down` and `v_up` beside `v_proj`. The
-    layer stages the latents of the new tokens in its cache layer; the base forward then calls `update`, which gives
-    it exact keys and values for the tokens of the window and rebuilt ones for the rest.
+    `k_down` and `k_up` are A and B of the paper's eq. 1 for the keys, `v_down` and `v_up` for the values. The layer
+    stages the latents of the new tokens in its cache layer; the base forward then calls `update`, which gives it exact
+    keys and values for the tokens of the window and rebuilt ones for the rest.
     """
-
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        channels = config.num_key_value_heads * self.head_dim
-        for name in ("k", "v"):
-            rank = config.cskv[f"rank_{name}"][layer_idx]
-            full = getattr(self, f"{name}_proj", None)  # None where q, k and v are one projection (Phi3)
-            setattr(self, f"{name}_down", nn.Linear(config.hidden_size, rank, bias=False))
-            groups, bias = config.cskv.get("head_groups", 1), getattr(full, "bias", None) is not None
-            setattr(self, f"{name}_up", up_projection(rank, channels, groups, bias))
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         """The base layer's forward, with the latents of `hidden_states` [batch, new, hidden] staged before it."""
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its names from and before transformers 5.24
+        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
         layer = cache.layers[self.layer_idx] if isinstance(cache, CSKVCache) else None
         if isinstance(layer, CSKVLayer):
             step = next_step(self, layer, hidden_states, args, kwargs)
@@ -44,7 +37,7 @@ class CSKVAttention:
         return super().forward(hidden_states, *args, **kwargs)
 
     def rebuild_keys(self, latents: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-        """What the base layer does between `k_proj` and the cache, from latents [batch, tokens, rank].
+        """What the base layer does between its key projection and the cache, from latents [batch, tokens, rank].
 
         Args:
             rotation: cos and sin of the tokens, [1 or batch, tokens, rotated dimensions]; None where there is no RoPE.
@@ -53,13 +46,14 @@ class CSKVAttention:
             Keys [batch, heads, tokens, head_dim].
         """
         keys, norm = self.k_up(latents), self._k_norm
-        per_head = norm is not None and norm.weight.shape[-1] == self.head_dim
+        weight = getattr(norm, "weight", None)
+        per_head = norm is not None and (weight is None or weight.shape[-1] == self.head_dim)
         if norm is not None and not per_head:  # over all heads at once: Olmo2, OLMoE
             keys = norm(keys)
         keys = self._clip(keys).unflatten(-1, (-1, self.head_dim))
         if per_head:  # Qwen3, Gemma3, Cohere
             keys = norm(keys)
-        keys = keys.transpose(1, 2)
+        keys = self._repeat(keys.transpose(1, 2))
         return self.rotate(keys, *rotation) if rotation is not None and self.rotates else keys
 
     def rebuild_key_tile(self, latents: torch.Tensor) -> torch.Tensor:
@@ -73,20 +67,22 @@ class CSKVAttention:
         return made_of_tile(self.k_up, latents).unflatten(1, (-1, self.head_dim))
 
     def rebuild_values(self, latents: torch.Tensor) -> torch.Tensor:
-        """As `rebuild_keys`, between `v_proj` and the cache: values [batch, heads, tokens, head_dim]."""
-        return self._clip(self.v_up(latents)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        """As `rebuild_keys`, between the value projection and the cache: values [batch, heads, tokens, head_dim]."""
+        return self._repeat(self._clip(self.v_up(latents)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
 
     @property
     def rotates(self) -> bool:
         """Whether this layer applies RoPE; some models leave it out in some layers."""
-        if self.config.model_type in ("cohere2", "exaone4"):  # no rotation in their full-attention layers
-            return getattr(self, "sliding_window", None) is None and self.config.model_type == "exaone4"
+        if self.config.model_type in SLIDING_ROTATE:
+            return getattr(self, "force_rope", False)
+        if self.config.model_type in ("exaone4", "exaone_moe"):  # the same, if there are sliding layers at all
+            return self.sliding_window is None
         return bool(getattr(self, "use_rope", True))  # SmolLM3
 
     @property
     def clips(self) -> bool:
         """Whether keys and values are clipped."""
-        return getattr(self.config, "clip_qkv", None) is not None  # Olmo, OLMoE
+        return self._limit is not None
 
     @functools.cached_property
     def plain(self) -> bool:
@@ -97,8 +93,16 @@ class CSKVAttention:
     def _k_norm(self) -> nn.Module | None:
         return getattr(self, "k_norm", None) or getattr(self, "k_layernorm", None)
 
+    @property
+    def _limit(self) -> float | None:
+        return getattr(self, "clip_qkv", None) or getattr(self.config, "clip_qkv", None)  # MPT, DBRX; Olmo, OLMoE
+
     def _clip(self, states: torch.Tensor) -> torch.Tensor:
-        return states.clamp(-self.config.clip_qkv, self.config.clip_qkv) if self.clips else states
+        return states.clamp(-self._limit, self._limit) if self.clips else states
+
+    def _repeat(self, states: torch.Tensor) -> torch.Tensor:
+        copies = repeats(self)
+        return states if copies == 1 else states.repeat_interleave(copies, dim=1)
 
     def rotate(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """RoPE of keys [batch, heads, tokens, head_dim], by the base model's own function."""
@@ -114,3 +118,28 @@ def attention_class(base: type[nn.Module]) -> type[nn.Module]:
     return type(
         f"CSKV{base.__name__}", (CSKVAttention, base), {"base": base, "front": CSKVAttention, "__module__": __name__}
     )
+
+
+def put_in_front(attention: nn.Module, config: Any) -> None:
+    """Make an attention layer of transformers a `CSKVAttention`, which has no factors yet."""
+    attention.__class__ = attention_class(type(attention))
+    attention.head_dim = width_of_head(attention)  # GPT-NeoX has another name for it
+    attention.config = config
+
+
+def compress(attention: nn.Module, config: Any, ranks: tuple[int, int], head_groups: int = 1) -> None:
+    """Make an attention layer of transformers a `CSKVAttention`, with factors of these ranks (keys, values).
+
+    Args:
+        config: of the decoder.
+        head_groups: see `GroupedUp`.
+
+    Raises:
+        ValueError: it makes its keys and values in a way that is not known.
+    """
+    projections = key_value_rows(attention)
+    put_in_front(attention, config)
+    for (name, (linear, rows)), rank in zip(projections.items(), ranks, strict=True):
+        setattr(attention, f"{name}_down", nn.Linear(config.hidden_size, rank, bias=False))
+        up = up_projection(rank, len(rows), head_groups, linear.bias is not None)
+        setattr(attention, f"{name}_up", up)

@@ -26,7 +26,7 @@ class CSKVCache(Cache):
     def __init__(self, config: PretrainedConfig, **kwargs: Any) -> None:
         cskv = config.cskv
         layers = DynamicCache(config=config).layers
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+        kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"] * len(layers)
         self.rows = Rows()
         self.rotaries = {kind: RotaryHistory(kind) for kind in kinds}
         for i, rank in enumerate(cskv["rank_k"]):

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cskv_factors import GroupedUp
 from .cskv_rotation import Turn, can_take_apart
+from .cskv_structure import CACHE_NAMES
 from .cskv_triton import checked, key_scores, usable, weighted_sum
 
 if TYPE_CHECKING:
@@ -208,6 +209,8 @@ def _is_known(attention: CSKVAttention, hidden_states: torch.Tensor, args: tuple
     projections = attention.k_up, attention.v_up
     if any(type(up) not in (nn.Linear, GroupedUp) or hasattr(up, "_hf_hook") for up in projections) or attention.clips:
         return False
+    if "ALL_ATTENTION_FUNCTIONS" not in _code(attention.base.forward)[1]:  # Bloom, Falcon and MPT attend by themselves
+        return False
     implementation = attention.config._attn_implementation
     if implementation not in GENERIC and not (implementation == "eager" and _has_known_eager(attention.base)):
         return False
@@ -215,7 +218,7 @@ def _is_known(attention: CSKVAttention, hidden_states: torch.Tensor, args: tuple
     if rotation is not None and not can_take_apart(attention.rotate, rotation, attention.head_dim):
         return False
     trial = _Trial(GIVEN - UNKNOWN_TO_SDPA if implementation == "sdpa" else GIVEN)
-    replaced = {name: trial if name in ("cache", "past_key_values") else value for name, value in kwargs.items()}
+    replaced = {name: trial if name in CACHE_NAMES else value for name, value in kwargs.items()}
     run_step(trial, attention, hidden_states, *args, **replaced)
     return trial.passed
 

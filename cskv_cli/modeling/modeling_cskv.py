@@ -1,7 +1,8 @@
 """Causal language models of transformers with a CSKV cache (arXiv 2409.10593).
 
-There is a `CSKV<Base>` for every `<Base>` that ends in ForCausalLM: `CSKVLlamaForCausalLM` is `LlamaForCausalLM`,
-with the same weights and the same answer to a prompt, whose `generate` keeps its history in a `CSKVCache`.
+There is a `CSKV<Base>` for every `<Base>` of transformers that writes text: `CSKVLlamaForCausalLM` is
+`LlamaForCausalLM`, with the same weights and the same answer to a prompt, whose `generate` keeps its history in a
+`CSKVCache`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import transformers
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig
 
-from .cskv_attention import attention_class
+from .cskv_attention import compress
 from .cskv_cache import CSKVCache
 from .cskv_decode import DecodeStep
 from .cskv_factors import GroupedUp
@@ -22,6 +23,7 @@ from .cskv_layer import CSKVLayer
 from .cskv_positions import RotaryHistory
 from .cskv_quantizer import Quantizer
 from .cskv_rotation import Turn
+from .cskv_structure import Decoder, find_attention, find_decoder
 from .cskv_triton import usable
 
 # Every file of this model is imported here: transformers 4.57 takes along only those that it finds in this one.
@@ -29,6 +31,7 @@ __all__ = [
     "CSKVCache",
     "CSKVForCausalLM",
     "CSKVLayer",
+    "Decoder",
     "DecodeStep",
     "GroupedUp",
     "Latents",
@@ -43,17 +46,19 @@ CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.fo
 
 
 class CSKVForCausalLM:
-    """Goes in front of a `...ForCausalLM` of transformers."""
+    """Goes in front of a `...ForCausalLM` of transformers, or of a `...ForConditionalGeneration` that reads images."""
 
     _auto_class = "AutoModelForCausalLM"  # makes `save_pretrained` copy these files along
 
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        for i, layer in enumerate(self.model.layers):
-            if config.cskv["rank_k"][i] is not None:
-                layer.self_attn = attention_class(type(layer.self_attn))(config, i)
-        self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        self.model.register_forward_hook(_end, with_kwargs=True, always_call=True)
+        decoder, text = find_decoder(self), config.get_text_config(decoder=True)
+        groups = config.cskv.get("head_groups", 1)  # not in checkpoints of the first version
+        for i, ranks in enumerate(zip(config.cskv["rank_k"], config.cskv["rank_v"], strict=True)):
+            if None not in ranks:
+                compress(find_attention(decoder.layers[i]), text, ranks, groups)
+        decoder.module.register_forward_pre_hook(self._begin, with_kwargs=True)
+        decoder.module.register_forward_hook(_end, with_kwargs=True, always_call=True)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -71,7 +76,7 @@ class CSKVForCausalLM:
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Give a forward that asks for a cache, and brings none, ours instead of the base model's."""
         wanted = kwargs.get("use_cache")
-        if kwargs.get(CACHE) is None and (self.config.use_cache if wanted is None else wanted):
+        if kwargs.get(CACHE) is None and (model.config.use_cache if wanted is None else wanted):
             kwargs[CACHE] = CSKVCache(self.config)
         if isinstance(kwargs.get(CACHE), CSKVCache):
             attentions = kwargs.get("output_attentions")

@@ -15,9 +15,11 @@ from cskv_cli.search.simulator import Exact
 KIVI_BITS = (4, 2)
 
 
-def kivi_bytes(frame: Frame, bits: int, head_dim: int) -> int:
+def kivi_bytes(frame: Frame, bits: int) -> int:
     """True bytes of its cache in all layers that can be compressed."""
-    return len(frame.layers) * cache_bytes(bits, frame.shape.channels, head_dim, frame.tokens)
+    shape = frame.shape
+    head_dim = shape.channels // shape.heads
+    return len(frame.layers) * cache_bytes(bits, shape.channels * shape.copies, head_dim, frame.tokens)
 
 
 @torch.inference_mode()

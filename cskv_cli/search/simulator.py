@@ -19,6 +19,7 @@ from cskv_cli.data.recall import Window
 from cskv_cli.evaluation.divergence import divergence, log_probabilities
 from cskv_cli.evaluation.simulation import decode_simulation
 from cskv_cli.factorize import METHODS, Context
+from cskv_cli.modeling.cskv_structure import find_attention, find_decoder
 from cskv_cli.search.options import Frame, Item, Option, Setting
 
 
@@ -52,8 +53,9 @@ class Simulator:
         self._axes: dict[Item, torch.Tensor] = {}
         layout = frame.layout(frame.uniform(Option(1)))
         self.model: PreTrainedModel = load_unfilled(base.folder, layout, dtype).to(device).requires_grad_(False)
-        self._layers: nn.ModuleList = self.model.model.layers
+        self._layers: nn.ModuleList = find_decoder(self.model).layers
         self._installed: dict[Item, Option] = {}
+        self._gives_tuples = False
 
     @torch.inference_mode()
     def exact(self, window: Window, hidden: bool, attention: bool) -> Exact:
@@ -65,8 +67,9 @@ class Simulator:
                     see = lambda _, args, kwargs: kept.hidden.append(args[0] if args else kwargs["hidden_states"])  # noqa: E731
                     stack.callback(layer.register_forward_pre_hook(see, with_kwargs=True).remove)
                 if attention and i in self.frame.layers:
-                    hook = layer.self_attn.register_forward_hook(_keep(kept.attention, i), with_kwargs=True)
+                    hook = find_attention(layer).register_forward_hook(_keep(kept.attention, i), with_kwargs=True)
                     stack.callback(hook.remove)
+            stack.callback(self._layers[0].register_forward_hook(self._see_output).remove)
             kept.log_probabilities = log_probabilities(self.model, window)
         return kept
 
@@ -79,6 +82,7 @@ class Simulator:
         self._install(setting)
         first = min(i for i, _ in setting) if exact.hidden else 0
         hidden = exact.hidden[first] if exact.hidden else None
+        hidden = (hidden,) if self._gives_tuples else hidden
         with starting_at(self._layers, first, hidden), decode_simulation(self.model, window.prefill):
             predicted = log_probabilities(self.model, window)
         return divergence(exact.log_probabilities, predicted).item()
@@ -90,8 +94,11 @@ class Simulator:
         self._install({item: option})
         args, kwargs, expected = exact.attention[item[0]]
         with decode_simulation(self.model, window.prefill):
-            output = self._layers[item[0]].self_attn(*args, **kwargs)[0]
+            output = find_attention(self._layers[item[0]])(*args, **kwargs)[0]
         return (output - expected)[:, window.prefill :].float().square().sum(-1).mean().item()
+
+    def _see_output(self, layer: nn.Module, args: tuple, output: Any) -> None:
+        self._gives_tuples = isinstance(output, tuple)
 
     def _install(self, setting: Setting) -> None:
         """Give the layers of a setting their factors, and the cache its layout."""
@@ -114,7 +121,7 @@ class Simulator:
         return self._axes[item]
 
     def _write(self, item: Item, option: Option) -> None:
-        attention, name = self._layers[item[0]].self_attn, item[1]
+        attention, name = find_attention(self._layers[item[0]]), item[1]
         weight, bias = kv_projections(attention)[name]
         if option == self.frame.exact:
             a, b = weight, torch.eye(option.rank, device=weight.device)
@@ -144,8 +151,8 @@ def _rotation(rank: int) -> torch.Tensor:
 
 
 @contextmanager
-def starting_at(layers: nn.ModuleList, first: int, hidden: torch.Tensor | None) -> Iterator[None]:
-    """Within, the layers below `first` compute nothing, and layer `first` reads `hidden` [1, tokens, hidden]."""
+def starting_at(layers: nn.ModuleList, first: int, hidden: torch.Tensor | tuple | None) -> Iterator[None]:
+    """Within, the layers below `first` compute nothing but give `hidden`, which layer `first` reads."""
     skipped = list(layers[:first])
     forwards = [layer.forward for layer in skipped]
     try:

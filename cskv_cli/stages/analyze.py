@@ -13,6 +13,7 @@ from cskv_cli import statistics
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import compressible_layers, in_memory, kv_projections, load_by_layer
 from cskv_cli.config import StageConfig
+from cskv_cli.modeling.cskv_structure import attentions
 from cskv_cli.plots import Spectra, plot_energy, plot_ranks, plot_spectrum
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run, write_json
@@ -109,7 +110,7 @@ def _measure(run: Run, base: BaseModel, progress: Progress) -> tuple[Spectra, in
         with progress.task("analyze", len(layers), "layers") as advance:
             for i in layers:
                 layer = statistics.load_layer(run.folder("calibrate"), i)
-                with in_memory(model.model.layers[i].self_attn, "cpu") as attention:
+                with in_memory(attentions(model)[i], "cpu") as attention:
                     projections = kv_projections(attention)
                 spectra[i] = {name: cache_spectrum(layer.gram, weight) for name, (weight, _) in projections.items()}
                 advance(1)

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedTokenizerBase
 
 from cskv_cli import statistics
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import LayerByLayer, compressible_layers, load_by_layer
-from cskv_cli.checkpoint.load import load_tokenizer
+from cskv_cli.checkpoint.load import load_base, load_tokenizer
 from cskv_cli.config import CalibrateConfig, DataConfig
 from cskv_cli.data.self_sample import sample_from_model
 from cskv_cli.data.sources import parse_source
@@ -43,9 +42,7 @@ def windows_for(
     """
 
     def generate(count: int, seq_len: int, seed: int) -> torch.LongTensor:
-        disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(base.folder, dtype=_dtype(config, base))
-        model = model.to(pick_device(config.device)).eval()
+        model = load_base(base.folder, pick_device(config.device), _dtype(config, base))
         with progress.task("write text with the model", count, "windows") as advance:
             done = 0
 

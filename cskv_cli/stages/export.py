@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.card import PLACEHOLDER, Origin, card_text, shown_name, write_card
-from cskv_cli.checkpoint.load import load_tokenizer
-from cskv_cli.checkpoint.probe import check_supported, empty_model
+from cskv_cli.checkpoint.classes import empty_base
+from cskv_cli.checkpoint.load import load_tokenizer, shape_of
+from cskv_cli.checkpoint.probe import check_supported
 from cskv_cli.checkpoint.weights import require_disk
 from cskv_cli.checkpoint.writer import write_checkpoint
 from cskv_cli.config import ExportConfig, parse_size
@@ -121,7 +123,7 @@ def _dtype(base: BaseModel, config: ExportConfig) -> torch.dtype:
 
 def describe(base: BaseModel, layout: Layout, dtype: torch.dtype, relative_error: dict[str, float]) -> dict:
     """What a checkpoint is, for `--json`, `status` and the model card."""
-    shape = base_shape(base.folder, layout, dtype)
+    shape = base_shape(base.folder, dtype)
     return {
         "base_model": base.source,
         "dtype": str(dtype).removeprefix("torch."),
@@ -145,10 +147,8 @@ def describe(base: BaseModel, layout: Layout, dtype: torch.dtype, relative_error
     }
 
 
-def base_shape(folder: Path, layout: Layout, dtype: torch.dtype) -> Shape:
+def base_shape(folder: Path, dtype: torch.dtype) -> Shape:
     """Channels and precision of the base's cache, from its config alone."""
     from transformers import AutoConfig
 
-    model = empty_model(AutoConfig.from_pretrained(folder), layout.model_dump())
-    attention = model.model.layers[layout.layers[0]].self_attn
-    return Shape(model.config.num_key_value_heads * attention.head_dim, dtype.itemsize)
+    return replace(shape_of(empty_base(AutoConfig.from_pretrained(folder))), dtype_bytes=dtype.itemsize)

@@ -16,6 +16,7 @@ from cskv_cli.distributed import workers
 from cskv_cli.errors import CskvError
 from cskv_cli.evaluation.simulation import decode_simulation
 from cskv_cli.layout import Layout, load_layout, save_layout
+from cskv_cli.modeling.cskv_structure import find_decoder
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
 from cskv_cli.stages.calibrate import kept_windows
@@ -107,7 +108,7 @@ def train(
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Compute a layer's activations anew in the backward pass instead of keeping them."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in model.model.layers:
+    for layer in find_decoder(model).layers:
         layer.training = True  # of the layer alone, not of what is in it: no dropout
 
 
@@ -138,7 +139,7 @@ def _culprit(model: PreTrainedModel, window: Window, step: int) -> str:
 
         return see
 
-    handles = [layer.register_forward_hook(watch(i)) for i, layer in enumerate(model.model.layers)]
+    handles = [layer.register_forward_hook(watch(i)) for i, layer in enumerate(find_decoder(model).layers)]
     with precision(model), decode_simulation(model, window.prefill):
         model(window.ids[None].to(model.device), use_cache=False)
     for handle in handles:

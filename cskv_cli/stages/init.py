@@ -10,12 +10,16 @@ from torch import nn
 from cskv_cli import factors, statistics
 from cskv_cli.allocation import read_allocation
 from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.classes import layer_count
 from cskv_cli.checkpoint.layers import compressible_layers, in_memory, kv_projections, load_by_layer
+from cskv_cli.checkpoint.load import shape_of
 from cskv_cli.config import InitConfig
 from cskv_cli.errors import CskvError
 from cskv_cli.factorize import METHODS, Context, squared_error
 from cskv_cli.factorize.groups import factorized
 from cskv_cli.layout import Layout, save_layout, unquantized
+from cskv_cli.memory import Shape
+from cskv_cli.modeling.cskv_structure import attentions
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
 from cskv_cli.spectrum import rank_at
@@ -42,24 +46,22 @@ def rank_of(config: InitConfig, name: str, channels: int) -> int:
     return rank
 
 
-def layout_for(
-    config: InitConfig, allocation: Path | None, count: int, layers: list[int], channels: int, heads: int
-) -> Layout:
+def layout_for(config: InitConfig, allocation: Path | None, count: int, layers: list[int], shape: Shape) -> Layout:
     """The ranks that `config` asks for, or those of an allocation, without its bits.
 
     Raises:
         CskvError: a rank larger than the projection has channels, an allocation that is not for this model, or head
-            groups that the `heads` key and value heads cannot be divided into.
+            groups that the key and value heads cannot be divided into.
     """
     if allocation is not None:
-        full = read_allocation(allocation).layout(count, allocation, layers, channels)
+        full = read_allocation(allocation).layout(count, allocation, layers, shape.channels)
         return unquantized(full.window, full.sinks, full.rank_k, full.rank_v, full.whole)
-    if heads % config.head_groups:
+    if shape.heads % config.head_groups:
         raise CskvError(
-            f"{heads} KV heads do not divide into --head-groups {config.head_groups}",
-            f"give a divisor of {heads}",
+            f"{shape.heads} KV heads do not divide into --head-groups {config.head_groups}",
+            f"give a divisor of {shape.heads}",
         )
-    ranks = {name: rank_of(config, name, channels) for name in "kv"}
+    ranks = {name: rank_of(config, name, shape.channels) for name in "kv"}
     k, v = (tuple(ranks[name] if i in layers else None for i in range(count)) for name in "kv")
     return unquantized(config.window, config.sinks, k, v).model_copy(update={"head_groups": config.head_groups})
 
@@ -81,14 +83,13 @@ def init(
     with run.offload() as offload:
         model = load_by_layer(base.folder, offload, dtype=torch.float32, device="cpu")
         layers = compressible_layers(model.config)
-        heads = model.config.num_key_value_heads
-        channels = heads * model.model.layers[layers[0]].self_attn.head_dim
-        layout = layout_for(config, allocation, model.config.num_hidden_layers, layers, channels, heads)
+        shape, count = shape_of(model), layer_count(model.config)
+        layout = layout_for(config, allocation, count, layers, shape)
         errors = []
         with progress.task("factorize", len(layout.layers), "layers") as advance:
             for i in layout.layers:
                 ranks = {"k": layout.rank_k[i], "v": layout.rank_v[i]}
-                errors.append(_layer(run, partial, model.model.layers[i].self_attn, i, ranks, config))
+                errors.append(_layer(run, partial, attentions(model)[i], i, ranks, config))
                 advance(1)
     save_layout(partial, layout)
     return run.commit("init", partial, config, inputs, _report(layout.layers, errors))

@@ -50,7 +50,7 @@ def compression(folder: Path, tokens: int = COMPRESSION_TOKENS) -> float:
 def _described(folder: Path) -> tuple[dict[str, Any], Layout, Shape]:
     config = json.loads((folder / "config.json").read_text())
     layout = parse_layout(config["cskv"], folder / "config.json")
-    return config, layout, base_shape(folder, layout, getattr(torch, _dtype(config)))
+    return config, layout, base_shape(folder, getattr(torch, _dtype(config)))
 
 
 def _dtype(config: dict[str, Any]) -> str:

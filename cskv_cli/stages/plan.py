@@ -8,6 +8,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from cskv_cli.allocation import read_allocation
 from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.classes import hidden_size, layer_count
 from cskv_cli.checkpoint.layers import compressible_layers
 from cskv_cli.checkpoint.weights import free_bytes
 from cskv_cli.config import CalibrateConfig, ExportConfig, FinetuneConfig, InitConfig, QuantizeConfig, SearchConfig
@@ -48,27 +49,28 @@ def make_plan(
             or a budget that cannot be met.
     """
     config = AutoConfig.from_pretrained(base.folder)
-    layers, hidden = compressible_layers(config), config.hidden_size
-    spread = lambda rank: tuple(rank if i in layers else None for i in range(config.num_hidden_layers))  # noqa: E731
+    count = layer_count(config)
+    layers, hidden = compressible_layers(config), hidden_size(config)
+    spread = lambda rank: tuple(rank if i in layers else None for i in range(count))  # noqa: E731
     stored = getattr(torch, base.dtype)
     dtype = stored if export.dtype == "auto" else getattr(torch, export.dtype)
     compute = stored if calibrate.dtype == "auto" else getattr(torch, calibrate.dtype)
-    shape = base_shape(base.folder, unquantized(init.window, init.sinks, spread(1), spread(1)), dtype)
+    shape = base_shape(base.folder, dtype)
     if search is not None:
         layout = unquantized(search.window, search.sinks, *[spread(shape.channels)] * 2)
     else:
-        layout = _layout(
-            init, quantize, allocation, config.num_hidden_layers, layers, shape, config.num_key_value_heads
-        )
+        layout = _layout(init, quantize, allocation, count, layers, shape)
     columns = hidden + shape.channels // layout.head_groups
     factors = sum(rank or 0 for rank in layout.rank_k + layout.rank_v) * columns
     statistics = len(layers) * hidden * hidden * 4
     weights = base.parameter_bytes // stored.itemsize * dtype.itemsize
     states = calibrate.samples * calibrate.seq_len * hidden * compute.itemsize
     parameters = base.parameter_bytes // stored.itemsize
-    layer = parameters * compute.itemsize // config.num_hidden_layers
+    layer = parameters * compute.itemsize // count
     trainings = [t for t in (finetune, quantize and quantize.qat) if t is not None]
-    training = max((_training_bytes(t, config, parameters, factors) for t in trainings), default=0)
+    training = max(
+        (_training_bytes(t, config.get_text_config(decoder=True), parameters, factors) for t in trainings), default=0
+    )
     size = bytes_per_token(shape, layout)
     if search is not None:
         size = check_budget(frame_of(base, search), search) * shape.dtype_bytes / 2 / search.tokens
@@ -102,9 +104,8 @@ def _layout(
     count: int,
     layers: list[int],
     shape: Shape,
-    heads: int,
 ) -> Layout:
-    layout = layout_for(init, allocation, count, layers, shape.channels, heads)
+    layout = layout_for(init, allocation, count, layers, shape)
     if quantize is None:
         return layout
     if quantize.allocation is not None and allocation is not None:

@@ -18,6 +18,7 @@ from cskv_cli.evaluation.attention import AttentionOutput
 from cskv_cli.factorize.groups import parts, product
 from cskv_cli.layout import Layout, load_layout, save_layout
 from cskv_cli.modeling.cskv_quantizer import Quantizer
+from cskv_cli.modeling.cskv_structure import attentions
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run
 from cskv_cli.stages.finetune import raise_if_failed, train
@@ -123,7 +124,7 @@ def _choose_all(
         model = load_by_layer(base.folder, Path(offload), dtype=torch.float32, device="cpu")
         with progress.task("quantize", len(layout.layers), "layers") as advance:
             for i in layout.layers:
-                with in_memory(model.model.layers[i].self_attn) as attention:
+                with in_memory(attentions(model)[i]) as attention:
                     output = AttentionOutput(model, attention, _sample(run, layout, i))
                     choices, norm = _layer(run.folder(source), layout, i, output, seed)
                 for name, choice in choices.items():

@@ -12,12 +12,12 @@ import torch
 from transformers import AutoConfig
 
 from cskv_cli.checkpoint.base import BaseModel
+from cskv_cli.checkpoint.classes import layer_count
 from cskv_cli.checkpoint.layers import compressible_layers
 from cskv_cli.checkpoint.load import load_tokenizer
 from cskv_cli.config import DataConfig, SearchConfig
 from cskv_cli.devices import pick_device
 from cskv_cli.errors import CskvError
-from cskv_cli.layout import unquantized
 from cskv_cli.progress import Progress
 from cskv_cli.run import Manifest, Run, write_json
 from cskv_cli.search.baselines import KIVI_BITS, kivi_bytes
@@ -44,10 +44,8 @@ def frame_of(base: BaseModel, config: SearchConfig) -> Frame:
         CskvError: it has nothing to compress.
     """
     model = AutoConfig.from_pretrained(base.folder)
-    layers, count = compressible_layers(model), model.num_hidden_layers
-    ones = tuple(1 if i in layers else None for i in range(count))
-    layout = unquantized(config.window, config.sinks, ones, ones)
-    shape = base_shape(base.folder, layout, torch.bfloat16)
+    layers, count = compressible_layers(model), layer_count(model)
+    shape = base_shape(base.folder, torch.bfloat16)
     return Frame(shape, tuple(layers), count, config.window, config.sinks, config.group, config.tokens)
 
 
@@ -90,7 +88,7 @@ def search(run: Run, base: BaseModel, config: SearchConfig, inputs: dict[str, st
             measurer, lambda: left(min(UNIFORM + 1 + config.rounds, (config.max_evals or 0) // 2))
         )
         results = combine(measurer, costs, budget, config.rounds, lambda: left(0))
-        baselines = measure_baselines(measurer, kv_heads(base), lambda: left(0))
+        baselines = measure_baselines(measurer, lambda: left(0))
     best = min(results, key=lambda result: result["kl"])
     report = describe(measurer, config, budget, results, baselines, best, costs) | {
         "measurements_made": measurer.made,
@@ -183,18 +181,13 @@ def combine(
     return results
 
 
-def kv_heads(base: BaseModel) -> int:
-    """Key heads of a layer, and as many value heads."""
-    return AutoConfig.from_pretrained(base.folder).get_text_config().num_key_value_heads
-
-
-def measure_baselines(measurer: Measurer, heads: int, more: Callable[[], bool]) -> list[dict[str, Any]]:
+def measure_baselines(measurer: Measurer, more: Callable[[], bool]) -> list[dict[str, Any]]:
     """KIVI, as long as there may be `more`."""
     frame, lines = measurer.frame, []
     for bits in KIVI_BITS:
         if measurer.knows_kivi(bits) or more():
             verified = measurer.verify_kivi(bits)
-            size = kivi_bytes(frame, bits, frame.shape.channels // heads)
+            size = kivi_bytes(frame, bits)
             lines.append(baseline_line(frame, f"KIVI, {bits} bits", size, verified))
     return lines
 

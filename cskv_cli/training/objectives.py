@@ -13,6 +13,7 @@ from cskv_cli.data.recall import Window
 from cskv_cli.evaluation.divergence import divergence, log_probabilities
 from cskv_cli.evaluation.simulation import decode_simulation, latents_of
 from cskv_cli.modeling.cskv_cache import CSKVLayer
+from cskv_cli.modeling.cskv_structure import find_decoder
 from cskv_cli.training.student import compressed_layers, precision
 
 
@@ -108,7 +109,7 @@ class Reconstruction:
             for attention, layer in compressed_layers(self.model):
                 handle = attention.register_forward_pre_hook(hook(layer), with_kwargs=True)
                 stack.callback(handle.remove)
-            self.model.model(window.ids[None].to(self.model.device), use_cache=False)
+            find_decoder(self.model).module(window.ids[None].to(self.model.device), use_cache=False)
         return torch.stack(losses).sum().item()
 
 

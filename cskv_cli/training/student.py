@@ -14,6 +14,7 @@ from cskv_cli.checkpoint.layers import kv_projections
 from cskv_cli.checkpoint.load import load_unfilled
 from cskv_cli.layout import Layout
 from cskv_cli.modeling.cskv_cache import CSKVCache, CSKVLayer
+from cskv_cli.modeling.cskv_structure import attentions
 
 PARTS = ("k_down", "k_up", "v_down", "v_up")
 
@@ -24,8 +25,9 @@ def load_student(
     """The CSKV model of a base and of factors, only the factors (and the biases of their B) to be trained."""
     model = load_unfilled(base.folder, layout, dtype).to(device)
     model.requires_grad_(False)
+    modules = attentions(model)
     for i in layout.layers:
-        attention, loaded = model.model.layers[i].self_attn, factors.load_layer(factors_folder, i)
+        attention, loaded = modules[i], factors.load_layer(factors_folder, i)
         for name, (_, bias) in kv_projections(attention).items():
             down, up = getattr(attention, f"{name}_down"), getattr(attention, f"{name}_up")
             bias = loaded.get(f"{name}.bias", bias)
@@ -45,7 +47,7 @@ def trained(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 def layer_of(name: str) -> int:
     """The layer a trained parameter belongs to."""
-    return int(name.split(".")[2])
+    return next(int(part) for part in name.split(".") if part.isdigit())
 
 
 def as_factors(tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
@@ -61,9 +63,9 @@ def as_factors(tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Te
 
 def compressed_layers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, CSKVLayer]]:
     """Attention and cache layer of each layer that has factors."""
-    for i, layer in enumerate(CSKVCache(model.config).layers):
+    for attention, layer in zip(attentions(model), CSKVCache(model.config).layers, strict=True):
         if isinstance(layer, CSKVLayer):
-            yield model.model.layers[i].self_attn, layer
+            yield attention, layer
 
 
 def precision(model: PreTrainedModel) -> AbstractContextManager:

@@ -11,10 +11,12 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from cskv_cli import statistics
+from cskv_cli.checkpoint.classes import cskv_class, empty_base, layer_count
 from cskv_cli.checkpoint.layers import compressible_layers, kv_projections
-from cskv_cli.checkpoint.probe import model_class
+from cskv_cli.checkpoint.load import shape_of
 from cskv_cli.factorize import Context, asvd
 from cskv_cli.layout import unquantized
+from cskv_cli.modeling.cskv_structure import attentions
 from cskv_cli.spectrum import rank_at
 
 ALPHA = 0.5
@@ -32,13 +34,12 @@ def asvd_model(folder: Path, calibrated: Path, ratio: float, dtype: torch.dtype 
     """
     config = copy.deepcopy(AutoConfig.from_pretrained(folder))
     layers = compressible_layers(config)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rank = rank_at(ratio, config.num_key_value_heads * width)
-    ranks = tuple(rank if i in layers else None for i in range(config.num_hidden_layers))
-    config.cskv = unquantized(1, 0, ranks, ranks).model_dump(mode="json")
-    model = model_class(config).from_pretrained(folder, config=config, dtype=dtype, ignore_mismatched_sizes=True)
+    ranks = lambda rank: [tuple(rank if i in layers else None for i in range(layer_count(config)))] * 2  # noqa: E731
+    rank = rank_at(ratio, shape_of(empty_base(config)).channels)
+    config.cskv = unquantized(1, 0, *ranks(rank)).model_dump(mode="json")
+    model = cskv_class(config).from_pretrained(folder, config=config, dtype=dtype, ignore_mismatched_sizes=True)
     for i in layers:
-        _set_factors(model.model.layers[i].self_attn, statistics.load_layer(calibrated, i), rank)
+        _set_factors(attentions(model)[i], statistics.load_layer(calibrated, i), rank)
     return model.eval()
 
 

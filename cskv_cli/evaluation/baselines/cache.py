@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from cskv_cli.errors import CskvError
 from cskv_cli.modeling.cskv_positions import Rows
+from cskv_cli.modeling.cskv_structure import attentions, find_decoder
 from cskv_cli.modeling.modeling_cskv import CACHE
 
 
@@ -77,10 +78,10 @@ class BaselineCache(Cache):
 def attached(model: PreTrainedModel) -> Iterator[None]:
     """Inside, forwards of `model` serve the layers of a `BaselineCache` that they are given."""
     with ExitStack() as stack:
-        stack.callback(model.model.register_forward_pre_hook(_begin, with_kwargs=True).remove)
-        for block in model.model.layers:
-            stack.callback(block.self_attn.register_forward_pre_hook(_before, with_kwargs=True).remove)
-            stack.callback(block.self_attn.register_forward_hook(_after, with_kwargs=True).remove)
+        stack.callback(find_decoder(model).module.register_forward_pre_hook(_begin, with_kwargs=True).remove)
+        for attention in attentions(model):
+            stack.callback(attention.register_forward_pre_hook(_before, with_kwargs=True).remove)
+            stack.callback(attention.register_forward_hook(_after, with_kwargs=True).remove)
         yield
 
 
