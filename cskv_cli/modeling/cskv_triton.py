@@ -75,7 +75,7 @@ def key_scores(
     dim, width = up.weight.shape[0] // heads, up.weight.shape[1]
     groups = latents.rank // width
     block_dim = _block(dim)
-    block_tokens = 128 if block_dim <= 128 else 32
+    block_tokens = 128 if block_dim <= 128 else 64
     scores = query.new_empty(batch, heads, queries, length, dtype=torch.float32)
     held, strides = _held(latents)
     turn = query if factors is None else factors
@@ -92,7 +92,7 @@ def key_scores(
         BLOCK_DIM=block_dim,
         BLOCK_TOKENS=block_tokens,
         BLOCK_RANK=32,
-        num_warps=8 if block_dim * block_tokens >= 2**14 else 4,
+        num_warps=8,
     )
     return scores
 
@@ -121,6 +121,7 @@ def weighted_sum(latents: Latents, weights: torch.Tensor, groups: int) -> torch.
         BLOCK_HEADS=block_heads,
         BLOCK_RANK=block_rank,
         BLOCK_TOKENS=block_tokens,
+        num_warps=8,
     )
     return sums.sum(0)
 
