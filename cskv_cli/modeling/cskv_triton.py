@@ -140,7 +140,8 @@ def _held(latents: Latents) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
 
 
 def _jit(function):
-    return function if triton is None else triton.jit(function)
+    """Compile it where Triton is; what grows with each token makes no kernel of its own."""
+    return function if triton is None else triton.jit(function, do_not_specialize=("length", "splits"))
 
 
 @_jit
