@@ -38,10 +38,11 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     if result["group"] is not None:
         keys, values = (bits_span(result[f"bits_{x}"], result[f"rank_{x}"]) for x in "kv")
         bits = f"{keys} for keys, {values} for values, groups of {result['group']}"
+    shared = "" if result["head_groups"] == 1 else f", in {result['head_groups']} head groups"
     return [
         ("model", f"{result['model_type']}, {result['weight_bytes'] / 1e9:.2f} GB of weights in {result['dtype']}"),
         ("compressed layers", f"{result['compressed_layers']} of {result['layers']}"),
-        ("latent channels", f"{span(result['rank_k'])} for keys, {span(result['rank_v'])} for values"),
+        ("latent channels", f"{span(result['rank_k'])} for keys, {span(result['rank_v'])} for values{shared}"),
         ("of channels", str(result["channels"])),
         ("bits", bits),
         ("exact tokens", f"last {result['window']}, first {result['sinks']}"),

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .cskv_factors import GroupedUp
 from .cskv_rotation import Turn, can_take_apart
 from .cskv_structure import CACHE_NAMES
-from .cskv_triton import checked, key_scores, usable, weighted_sum
+from .cskv_triton import Work, checked, key_scores, usable, weighted_sum
 
 if TYPE_CHECKING:
     from .cskv_attention import CSKVAttention
@@ -97,11 +97,11 @@ class DecodeStep:
         if turn is not None:
             query = query @ turn.query
         plainly = functools.partial(self._scores_by_tile, query, turn)
-        if not (attention.plain and self._fuses(query, latents)):
+        if not attention.plain:
             return plainly()
         factors = None if turn is None else turn.factors
         kernel = functools.partial(key_scores, latents, attention.k_up, query, factors, self.old)
-        return checked(self._kind("keys", query, latents), kernel, plainly)
+        return self._fused("keys", query, latents, kernel, plainly)
 
     def _scores_by_tile(self, query: torch.Tensor, turn: Turn | None) -> torch.Tensor:
         scores, tile = [], self._tile(query)
@@ -127,24 +127,25 @@ class DecodeStep:
         up, latents, heads = self.attention.v_up, self.latents[1], weights.flatten(1, 2)
         groups = latents.rank // up.weight.shape[1]
         plainly = functools.partial(latents.weighted_sum, heads, groups, self._tile(weights))
-        if latents.packed is not None and self._fuses(weights, latents):
-            kernel = functools.partial(weighted_sum, latents, heads, groups)
-            context = checked(self._kind("values", weights, latents), kernel, plainly)
-        else:
+        if latents.packed is None:
             context = plainly()
+        else:
+            kernel = functools.partial(weighted_sum, latents, heads, groups)
+            context = self._fused("values", weights, latents, kernel, plainly)
         context = context.to(self.work).unflatten(1, weights.shape[1:3])
         values = context @ up.weight.to(self.work).unflatten(0, (weights.shape[1], -1)).mT
         if up.bias is None:
             return values
         return values + weights.sum(-1, keepdim=True) * up.bias.view(weights.shape[1], 1, -1)
 
-    def _fuses(self, like: torch.Tensor, latents: Latents) -> bool:
-        return usable(like) and like.dtype == latents.dtype == self.attention.k_up.weight.dtype
-
-    def _kind(self, what: str, like: torch.Tensor, latents: Latents) -> tuple:
-        """What decides which kernel is compiled."""
+    def _fused(self, what: str, like: torch.Tensor, latents: Latents, kernel: Work, plainly: Work) -> torch.Tensor:
+        """What a Triton kernel gives, where there is one for tensors as `like`; what torch gives, where not."""
+        if not (usable(like) and like.dtype == latents.dtype == self.attention.k_up.weight.dtype):
+            return plainly()
         bits = latents.quantizer and (latents.quantizer.bits, latents.quantizer.group)
-        return what, like.device, like.dtype, bits, like.shape[1:3], self.attention.head_dim, self.rotates
+        kind = what, like.device, like.dtype, bits, like.shape[1:3], self.attention.head_dim, self.rotates
+        with torch.cuda.device_of(like):  # Triton launches on the current device
+            return checked(kind, kernel, plainly)
 
     def _tile(self, like: torch.Tensor) -> int:
         """Tokens in a tile, whole groups of the quantizer."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from .cskv_quantizer import Packed, Quantizer, by_group
+from .cskv_quantizer import Packed, Quantizer, product_by_group
 
 BLOCK = 64  # tokens of room that an append makes when there is none
 
@@ -108,15 +108,15 @@ class Latents:
         Returns:
             [batch, heads, rank / groups].
         """
-        count, weights = weights.shape[-1], weights.unflatten(1, (groups, -1))
+        count = weights.shape[-1]
         if self.packed is None:
-            return (weights.to(self.dtype) @ by_group(self.recent[:, :count], groups)).flatten(1, 2)
+            return product_by_group(weights.to(self.dtype), self.recent[:, :count], groups)
         total = 0
         for start in range(0, count, tile):
             stop = min(start + tile, count)
             codes = self._codes(start, stop)
-            total = total + self.quantizer.weighted_sum(codes, weights[..., start:stop], self.rank)
-        return total.flatten(1, 2)
+            total = total + self.quantizer.weighted_sum(codes, weights[..., start:stop], self.rank, groups)
+        return total
 
     def as_it_is(self) -> "Latents":
         """Another one over the same tensors, which stays as it is when this one is changed by `apply` or `settle`."""

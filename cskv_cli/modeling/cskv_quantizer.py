@@ -94,9 +94,14 @@ def _round_up(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(near.float() < x, above, near)
 
 
-def by_group(latents: torch.Tensor, groups: int) -> torch.Tensor:
-    """Latents [batch, tokens, rank] as each group of heads has them, [batch, groups, tokens, rank / groups]."""
-    return latents.unflatten(-1, (groups, -1)).transpose(1, 2)
+def product_by_group(weights: torch.Tensor, latents: torch.Tensor, groups: int) -> torch.Tensor:
+    """Weights [batch, heads, tokens] times latents [batch, tokens, rank], of each head those of its group of heads.
+
+    Returns:
+        [batch, heads, rank / groups].
+    """
+    pairs = zip(weights.chunk(groups, dim=1), latents.chunk(groups, dim=-1), strict=True)
+    return torch.cat([ours @ theirs for ours, theirs in pairs], dim=1)
 
 
 class Packed(NamedTuple):
@@ -145,19 +150,19 @@ class Quantizer:
         codes = unpack(codes.contiguous(), self.bits, self.group)
         return dequantize(codes, minimum, step, dtype).flatten(2)
 
-    def weighted_sum(self, packed: Packed, weights: torch.Tensor, rank: int) -> torch.Tensor:
+    def weighted_sum(self, packed: Packed, weights: torch.Tensor, rank: int, groups: int) -> torch.Tensor:
         """Sums of the first tokens' latents, where each token has its own minimum and step: they join its weight.
 
         Args:
-            weights: [batch, groups, heads of a group, tokens]; see `GroupedUp`.
+            weights: [batch, heads, tokens].
+            groups: of heads (see `GroupedUp`).
 
         Returns:
-            [batch, groups, heads of a group, rank / groups] in the weights' dtype.
+            [batch, heads, rank / groups] in the weights' dtype.
         """
-        count, groups = weights.shape[-1], weights.shape[1]
-        codes, minimum, step = (part.flatten(1, 2)[:, :count] for part in packed)
-        codes = by_group(unpack(codes, self.bits, rank).to(weights.dtype), groups)
-        return (weights * step.mT.unsqueeze(1)) @ codes + weights @ minimum.to(weights.dtype).unsqueeze(1)
+        codes, minimum, step = (part.flatten(1, 2)[:, : weights.shape[-1]] for part in packed)
+        codes = unpack(codes, self.bits, rank).to(weights.dtype)
+        return product_by_group(weights * step.mT, codes, groups) + weights @ minimum.to(weights.dtype)
 
     def round_trip(self, latents: torch.Tensor, unread: torch.Tensor | int = 0) -> torch.Tensor:
         """`decode(encode(latents))` bit for bit, without packing, and with the gradient of the identity."""

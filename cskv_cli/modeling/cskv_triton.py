@@ -29,6 +29,8 @@ TOLERANCE = 0.05  # relative difference of a kernel's first result from that of 
 LEAST = 16  # of a dimension of tl.dot
 SPLITS = 512  # programs that `weighted_sum` aims at
 
+Work = Callable[[], torch.Tensor]
+
 _trusted: dict[tuple, bool] = {}
 
 
@@ -37,7 +39,7 @@ def usable(tensor: torch.Tensor) -> bool:
     return triton is not None and tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
-def checked(kind: tuple, kernel: Callable[[], torch.Tensor], plainly: Callable[[], torch.Tensor]) -> torch.Tensor:
+def checked(kind: tuple, kernel: Work, plainly: Work) -> torch.Tensor:
     """What `kernel` gives, where it can be trusted, or else what `plainly` gives.
 
     The first result of each `kind` is held against `plainly`'s; a kernel that fails or differs is not asked again.
@@ -73,16 +75,15 @@ def key_scores(
     """
     batch, heads, queries = query.shape[:3]
     dim, width = up.weight.shape[0] // heads, up.weight.shape[1]
-    groups = latents.rank // width
-    block_dim = _block(dim)
-    block_tokens = 128 if block_dim <= 128 else 32
+    heads_of_group, block_dim = heads * width // latents.rank, _block(dim)
+    block_tokens = 128 if block_dim <= 128 else 64
     scores = query.new_empty(batch, heads, queries, length, dtype=torch.float32)
     held, strides = _held(latents)
     turn = query if factors is None else factors
     turn_strides = (0, 0, 0) if factors is None else (turn.stride(0) * (len(turn) > 1), turn.stride(2), turn.stride(3))
     _key_scores[(heads * triton.cdiv(length, block_tokens), batch)](
         *(scores, query.contiguous(), up.weight, query if up.bias is None else up.bias, turn, *held),
-        *(length, heads, heads // groups, queries, width, up.weight.stride(0), *turn_strides, *strides),
+        *(length, heads, heads_of_group, queries, width, up.weight.stride(0), *turn_strides, *strides),
         DIM=dim,
         ROTATES=factors is not None,
         BIAS=up.bias is not None,
@@ -92,7 +93,7 @@ def key_scores(
         BLOCK_DIM=block_dim,
         BLOCK_TOKENS=block_tokens,
         BLOCK_RANK=32,
-        num_warps=8 if block_dim * block_tokens >= 2**14 else 4,
+        num_warps=8,
     )
     return scores
 
@@ -121,6 +122,7 @@ def weighted_sum(latents: Latents, weights: torch.Tensor, groups: int) -> torch.
         BLOCK_HEADS=block_heads,
         BLOCK_RANK=block_rank,
         BLOCK_TOKENS=block_tokens,
+        num_warps=8,
     )
     return sums.sum(0)
 
@@ -139,7 +141,8 @@ def _held(latents: Latents) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
 
 
 def _jit(function):
-    return function if triton is None else triton.jit(function)
+    """Compile it where Triton is; what grows with each token makes no kernel of its own."""
+    return function if triton is None else triton.jit(function, do_not_specialize=("length", "splits"))
 
 
 @_jit

@@ -12,7 +12,9 @@ from cskv_cli.modeling import cskv_triton
 
 def compiled(kernel, target, pointers, **constants):
     types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
-    return triton.compile(ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", target, 32)).metadata
+    return triton.compile(
+        ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", target, 32), options={"num_warps": 8}
+    ).metadata
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from tests.families import base_model, compressed, truncated
 from tests.modeling.decoding import RANK, padding, tokens
 from tests.modeling.test_cache import close
 from tests.modeling.test_decode import LENGTH, both
+from tests.modeling.test_head_groups import SETTINGS, grouped
 
 BITS = [None, 2, 3, 4, 8]
 
@@ -118,6 +119,12 @@ def test_a_decode_step(family, bits, kernels):
     layers = sum(rank is not None for rank in model.config.cskv["rank_k"])
     expected = {"key_scores": 0 if family == "Qwen3" else 2 * layers, "weighted_sum": 0 if bits is None else 2 * layers}
     assert {name: kernels.count(name) for name in expected} == expected  # Qwen3 normalizes keys before rotating them
+
+
+def test_a_decode_step_of_head_groups(kernels):
+    model = compressed(base_model("Llama:bias"), grouped, head_groups=2, bits=3, **SETTINGS)
+    close(*both(model, tokens(2, LENGTH), prompt=LENGTH - 2))
+    assert all(cskv_triton._trusted.values()) and {*kernels} == {"key_scores", "weighted_sum"}
 
 
 @pytest.mark.parametrize("fault", ["fails", "errs", "is no number"])
