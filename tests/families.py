@@ -1,6 +1,7 @@
 """Small random models of many families, each in the variant that brings out what is special about it."""
 
 import copy
+import re
 
 import torch
 import transformers
@@ -27,15 +28,77 @@ SMALL = dict(
 )
 MOE = dict(num_local_experts=4, num_experts_per_tok=2)
 SLIDING_FULL = ["sliding_attention", "full_attention"]
+ROUTED = dict(  # experts, under the names of most families
+    n_routed_experts=4,
+    num_experts=4,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    n_group=1,
+    topk_group=1,
+    num_expert_group=1,
+    num_limited_groups=1,
+)
+LATENT = dict(kv_lora_rank=8, q_lora_rank=8, num_key_value_heads=4)
 UNSET = object()
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the name of a config is not that of its model
 
 FAMILIES = {
+    "Afmoe": dict(**ROUTED, sliding_window=8, layer_types=SLIDING_FULL * 2),
+    "Apertus": {},
+    "Arcee": {},
+    "AriaText": dict(moe_num_experts=4, moe_topk=2),
+    "Beam": dict(sliding_window=8, layer_types=SLIDING_FULL * 2, **ROUTED),
+    "BioGpt": {},
+    "BitNet": {},
+    "Cohere": dict(use_qk_norm=True),
+    "Cohere2": dict(sliding_window=8, layer_types=SLIDING_FULL * 2),
+    "Cohere2Moe": dict(sliding_window=8, layer_types=SLIDING_FULL * 2, **ROUTED),
+    "Cohere:noqk": {},
+    "Cwm": dict(sliding_window=8, layer_types=SLIDING_FULL * 2),
+    "Dbrx": dict(
+        d_model=64,
+        n_heads=4,
+        attn_config=dict(kv_n_heads=2, clip_qkv=0.5, rope_theta=10000.0),
+        ffn_config=dict(hidden_size=64, ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2),
+        num_key_value_heads=UNSET,
+    ),
+    "DiffLlama": {},
+    "Ernie4_5": {},
+    "Ernie4_5_Moe": dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=32),
+    "Exaone4": {},
+    "ExaoneMoe": dict(sliding_window=8, layer_types=SLIDING_FULL * 2, **ROUTED),
+    "Falcon": dict(head_dim=UNSET),
+    "Falcon:heads": dict(head_dim=UNSET, multi_query=False, parallel_attn=False, bias=True),
+    "Falcon:new": dict(head_dim=UNSET, new_decoder_architecture=True, num_kv_heads=2),
+    "FlexOlmo": dict(num_experts=4, num_experts_per_tok=2),
+    "Flint": dict(sliding_window=8, layer_types=SLIDING_FULL * 2, **ROUTED),
+    "GPT2": {},
+    "GPTBigCode": {},
+    "GPTBigCode:heads": dict(multi_query=False),
+    "GPTNeoX": {},
+    "GPTNeoX:serial": dict(use_parallel_residual=False, attention_bias=False),
+    "GPTNeoXJapanese": {},
+    "Gemma": {},
+    "Gemma2": dict(sliding_window=8, query_pre_attn_scalar=16),
+    "Gemma3": dict(sliding_window=8, query_pre_attn_scalar=16, layer_types=SLIDING_FULL * 2),
+    "Gemma3:6l": dict(sliding_window=8, query_pre_attn_scalar=16, num_hidden_layers=6, layer_types=SLIDING_FULL * 3),
+    "Glm": {},
+    "Glm4": {},
+    "Glm4Moe": dict(**ROUTED, use_qk_norm=True),
+    "GptOss": dict(**MOE, sliding_window=8),
+    "Granite": dict(attention_multiplier=0.25),
+    "GraniteMoe": MOE,
+    "GraniteMoeShared": dict(**MOE, shared_intermediate_size=32),
+    "HYV3": ROUTED,
+    "Helium": {},
+    "HyperCLOVAX": {},
+    "Jais2": {},
+    "JetMoe": dict(**MOE, kv_channels=16),
+    "Kolibri1": dict(sliding_window=8, layer_types=SLIDING_FULL * 2, **ROUTED),
+    "Laguna": ROUTED,
     "Llama": {},
     "Llama:bias": dict(attention_bias=True),
-    "Llama:yarn": dict(
-        rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=10000.0, original_max_position_embeddings=64)
-    ),
     "Llama:dynamic": dict(
         rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=10000.0), max_position_embeddings=16
     ),
@@ -49,56 +112,81 @@ FAMILIES = {
             original_max_position_embeddings=16,
         )
     ),
+    "Llama:yarn": dict(
+        rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=10000.0, original_max_position_embeddings=64)
+    ),
+    "Mellum": dict(sliding_window=8, layer_types=SLIDING_FULL * 2, **ROUTED),
+    "MiniMaxM2": MOE,
+    "Ministral": dict(sliding_window=8, layer_types=SLIDING_FULL * 2),
+    "Ministral3": {},
     "Mistral": dict(sliding_window=None),
     "Mixtral": MOE,
-    "Ministral3": {},
-    "Qwen2": {},
-    "Qwen2:swa": dict(use_sliding_window=True, sliding_window=8, max_window_layers=2),
-    "Qwen3": {},
-    "Qwen3Moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
-    "Gemma": {},
-    "Gemma2": dict(sliding_window=8, query_pre_attn_scalar=16),
-    "Gemma3": dict(sliding_window=8, query_pre_attn_scalar=16, layer_types=SLIDING_FULL * 2),
-    "Gemma3:6l": dict(sliding_window=8, query_pre_attn_scalar=16, num_hidden_layers=6, layer_types=SLIDING_FULL * 3),
-    "Phi": dict(qk_layernorm=True),
-    "Phi3": {},
-    "Phi3:partial": dict(partial_rotary_factor=0.5),
+    "ModernBertDecoder": dict(sliding_window=8, layer_types=SLIDING_FULL * 2),
+    "NanoChat": {},
+    "Nemotron": {},
+    "OPT": dict(word_embed_proj_dim=32, ffn_dim=96),
     "Olmo": dict(clip_qkv=0.5),
     "Olmo2": {},
     "Olmo3": dict(sliding_window=8),
     "Olmoe": dict(clip_qkv=0.8, num_experts=4, num_experts_per_tok=2),
-    "Granite": dict(attention_multiplier=0.25),
-    "GraniteMoe": MOE,
-    "Cohere": dict(use_qk_norm=True),
-    "Cohere:noqk": {},
-    "Cohere2": dict(sliding_window=8, layer_types=SLIDING_FULL * 2),
-    "Starcoder2": dict(use_bias=True),
-    "SmolLM3": dict(no_rope_layers=[1, 0, 1, 0]),
-    "Glm": {},
-    "Glm4": {},
-    "Helium": {},
-    "SeedOss": {},
-    "Ernie4_5": {},
-    "Arcee": {},
-    "Nemotron": {},
-    "StableLm": {},
-    "GptOss": dict(**MOE, sliding_window=8),
-    "Exaone4": {},
-    "Apertus": {},
-    "MiniMaxM2": MOE,
-    "BitNet": {},
-    "GPTNeoX": {},
-    "GPTNeoX:serial": dict(use_parallel_residual=False, attention_bias=False),
-    "GPTNeoXJapanese": {},
-    "Falcon": dict(head_dim=UNSET),
-    "Falcon:new": dict(head_dim=UNSET, new_decoder_architecture=True, num_kv_heads=2),
-    "Falcon:heads": dict(head_dim=UNSET, multi_query=False, parallel_attn=False, bias=True),
     "Persimmon": {},
-    "GPT2": {},
-    "GPTBigCode": {},
-    "GPTBigCode:heads": dict(multi_query=False),
-    "OPT": dict(word_embed_proj_dim=32, ffn_dim=96),
-    "BioGpt": {},
+    "Phi": dict(qk_layernorm=True),
+    "Phi3": {},
+    "Phi3:partial": dict(partial_rotary_factor=0.5),
+    "Phimoe": MOE,
+    "Qwen2": {},
+    "Qwen2:swa": dict(use_sliding_window=True, sliding_window=8, max_window_layers=2),
+    "Qwen2Moe": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    ),
+    "Qwen3": {},
+    "Qwen3Moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "SeedOss": {},
+    "SmolLM3": dict(no_rope_layers=[1, 0, 1, 0]),
+    "SolarOpen": ROUTED,
+    "StableLm": {},
+    "Starcoder2": dict(use_bias=True),
+    "VaultGemma": dict(sliding_window=8, layer_types=SLIDING_FULL * 2),
+    "XGLM": dict(d_model=64, ffn_dim=96, num_layers=4, attention_heads=4),
+}
+FAMILIES = {f: v for f, v in FAMILIES.items() if hasattr(transformers, CONFIGS.get(n := f.split(":")[0], f"{n}Config"))}
+
+REFUSED = {  # settings, and words of the reason
+    "AXK1": (LATENT, "layer 0 has latent attention"),
+    "Bamba": ({}, "layer 0 keeps a state"),
+    "Bart": ({}, "is an encoder-decoder model"),
+    "Bert": (
+        dict(is_decoder=True),
+        "layer 0 makes its keys and values in an unknown way: BertSelfAttention has no key",
+    ),
+    "Bloom": ({}, "layer 0 adds a bias by position"),
+    "CodeGen": (dict(rotary_dim=8), "layer 0 turns its keys in a way that cskv cannot retrace"),
+    "DeepseekV2": (LATENT, "layer 0 has latent attention"),
+    "DeepseekV3": (LATENT, "layer 0 has latent attention"),
+    "Doge": ({}, "layer 0 makes its attention mask from its values"),
+    "Dory": (ROUTED, "layer 3 is passed several times"),
+    "Falcon": (dict(head_dim=UNSET, alibi=True), "layer 0 adds a bias by position"),
+    "FalconH1": ({}, "layer 0 keeps a state"),
+    "FalconMamba": ({}, "layer 0 keeps a state"),
+    "GPTJ": (dict(rotary_dim=8), "layer 0 turns its keys in a way that cskv cannot retrace"),
+    "Gemma3nText": (dict(num_kv_shared_layers=2), "layers share keys and values"),
+    "Gemma4Text": (
+        dict(num_kv_shared_layers=2, sliding_window=8, layer_types=SLIDING_FULL * 2),
+        "layers share keys and values",
+    ),
+    "HunYuanDenseV1": ({}, "layer 0 has a norm after RoPE"),
+    "HunYuanMoEV1": (MOE, "layer 0 has a norm after RoPE"),
+    "Jamba": ({}, "layer 0 keeps a state"),
+    "Llama4Text": (ROUTED, "layer 3 needs more than"),
+    "Mamba": ({}, "layer 0 keeps a state"),
+    "MiMoV2Flash": (ROUTED, "layer 0 has keys and values of"),
+    "MiniMax": (MOE, "keeps a state"),
+    "Mistral": (dict(sliding_window=8), "look at the last 8 tokens only, so its cache is bounded"),
+    "Mpt": (dict(max_seq_len=256), "layer 0 adds a bias by position"),
+    "Qwen3Next": (ROUTED, "layer 0 keeps a state"),
+    "RecurrentGemma": ({}, "layer 0 keeps a state"),
+    "Rwkv": ({}, "no list of 4 layers with a cache"),
+    "T5": ({}, "is an encoder-decoder model"),
 }
 
 # Multimodal models: their text part, and a tower for images.
@@ -197,20 +285,77 @@ def write_tiny(folder, tokenizer, text, family="Llama"):
     (folder / "text.txt").write_text(text)
 
 
+SPECIAL = {
+    "Afmoe": "no RoPE in full-attention layers",
+    "Beam": "no RoPE in full-attention layers",
+    "Cohere": "norm of each key head, RoPE of interleaved pairs",
+    "Cohere2": "no RoPE in full-attention layers",
+    "Cohere2Moe": "no RoPE in full-attention layers",
+    "Dbrx": "one projection for queries, keys and values; clipped",
+    "DiffLlama": "differential attention",
+    "ExaoneMoe": "norm of each key head, no RoPE in full-attention layers",
+    "Falcon": "one projection; multi-query",
+    "Falcon:heads": "one projection, head by head",
+    "Falcon:new": "one projection, group by group; the base caches a copy of each key for each of its queries",
+    "Flint": "norm of each key head, no RoPE in full-attention layers",
+    "GPT2": "one projection (Conv1D); learned positions",
+    "GPTBigCode": "one projection; multi-query; learned positions",
+    "GPTBigCode:heads": "one projection, head by head; learned positions",
+    "GPTNeoX": "one projection, head by head; partial RoPE; parallel blocks",
+    "GPTNeoX:serial": "one projection, head by head; partial RoPE",
+    "GPTNeoXJapanese": "one projection, head by head; partial RoPE",
+    "Gemma2": "softcap of scores and logits",
+    "Gemma3": "norm of each key head; a RoPE for each kind of layer",
+    "Gemma3Vision": "reads images; its text part is Gemma3",
+    "GptOss": "attention sinks",
+    "JetMoe": "one projection for keys and values",
+    "Kolibri1": "norm of each key head, no RoPE in full-attention layers",
+    "Llama:bias": "biases",
+    "Llama:dynamic": "RoPE that changes with the length",
+    "Llama:longrope": "RoPE that changes with the length",
+    "Llama:yarn": "scaled RoPE",
+    "NanoChat": "norm after RoPE, but without weights, so that their order does not matter",
+    "OPT": "learned positions",
+    "Olmo": "clipped",
+    "Olmo2": "norm of the whole key",
+    "Olmoe": "norm of the whole key; clipped",
+    "Persimmon": "one projection, head by head; norm of each key head; partial RoPE",
+    "Phi": "partial RoPE; norm of each key head",
+    "Phi3": "one projection",
+    "Qwen2": "biases",
+    "Qwen3": "norm of each key head",
+    "SmolLM3": "no RoPE in some layers",
+}
+
+
 def models_page() -> str:
     """docs/models.md."""
-    names = "\n".join(f"- {name}" for name in sorted(FAMILIES))
+    note = lambda name: f": {SPECIAL[name]}" if name in SPECIAL else ""  # noqa: E731
+    names = "\n".join(f"- {name}{note(name)}" for name in sorted(FAMILIES))
+    refused = "\n".join(f"- {name}: {re.sub(r'^layer . ', '', reason)}" for name, (_, reason) in REFUSED.items())
     return f"""# Models
 
-Any causal language model of transformers is taken whose attention layers pass the probe (`checkpoint/probe.py`): what
-`rebuild_keys` and `rebuild_values` make of a projection's output must be what the layer gives to its cache. It is asked
-before any work, and a model that fails it is refused by name with the reason: latent attention (MLA), a norm after
-RoPE, layers that are not `model.layers[i].self_attn`, or sliding windows in every layer.
+A model is taken for how it is built, not for its name: a decoder with a list of layers, an attention in each that makes
+keys and values of its input by linear projections, of their own or shared with the queries, and what lies between
+projection and cache: bias, clipping, a norm, RoPE. `checkpoint/probe.py` asks, before any work and from the config
+alone, whether `rebuild_keys` and `rebuild_values` make of a projection's output what the layer gives to its cache. A
+model for which they do not is refused by name, with the layer and the reason.
 
-These variants are tested: at full rank, tokens and logits equal the base's, padded and not, eager and sdpa. Where a
-model has layers with a sliding window, those are left alone.
+## Models that work
+
+Tested: at full rank, tokens and logits equal the base's, padded and not, eager and sdpa, with a window of 4 tokens;
+and so they do after tokens came one by one, in chunks or turns, and after the cache was copied, cropped, reordered,
+repeated or selected from. Where a model has layers with a sliding window, those are left alone; ranks may differ by
+layer, and layers may be left whole (an allocation file).
 
 {names}
+
+A multimodal model is exported whole, with its towers as they are; calibration reads text. `AutoModelForCausalLM` and
+`AutoModelForImageTextToText` load the export.
+
+## Models that are refused
+
+{refused}
 
 This page is written by `python -m tests.families > docs/models.md`.
 """

@@ -80,7 +80,7 @@ def _foreign(model: PreTrainedModel, index: int) -> str | None:
     except ValueError as error:
         return f"makes its keys and values in an unknown way: {error}"
     if len(set(widths)) > 1:
-        return f"has keys and values of other widths than layer 0: {widths[2:]} and not {widths[:2]}"
+        return f"has keys and values of {widths[2]} and {widths[3]} channels, where layer 0 has keys of {widths[0]}"
     return None
 
 

@@ -76,7 +76,11 @@ class CSKVAttention:
         """Whether this layer applies RoPE; some models leave it out in some layers."""
         if self.config.model_type in SLIDING_ROTATE:
             return getattr(self, "force_rope", False)
-        if self.config.model_type in ("exaone4", "exaone_moe"):  # the same, if there are sliding layers at all
+        if self.config.model_type in (
+            "exaone4",
+            "exaone_moe",
+            "kolibri1",
+        ):  # the same, if there are sliding layers at all
             return self.sliding_window is None
         return bool(getattr(self, "use_rope", True))  # SmolLM3
 
