@@ -189,21 +189,66 @@ REFUSED = {  # settings, and words of the reason
     "T5": ({}, "is an encoder-decoder model"),
 }
 
-# Multimodal models: their text part, and a tower for images.
+# Multimodal models: model type, the family of the text part, what else is in their config, what is added to the text's.
 TOWER = dict(
     hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
 )
+CLIP, SIGLIP = dict(TOWER, model_type="clip_vision_model"), dict(TOWER, model_type="siglip_vision_model")
+PATCHES = dict(
+    depth=1, embed_dim=16, num_heads=2, patch_size=4, spatial_merge_size=1, temporal_patch_size=1, intermediate_size=32
+)
+SECTIONS = dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 3, 3]))
+IMAGE = 90
 MULTIMODAL = {
-    "Gemma3Vision": ("gemma3", "Gemma3", dict(vision_config=TOWER, mm_tokens_per_image=4, image_token_id=90)),
+    "AyaVision": ("aya_vision", "Cohere2", dict(vision_config=SIGLIP, image_token_index=IMAGE)),
+    "Gemma3Vision": ("gemma3", "Gemma3", dict(vision_config=TOWER, mm_tokens_per_image=4, image_token_id=IMAGE)),
+    "Idefics3": ("idefics3", "Llama", dict(vision_config=TOWER, image_token_id=IMAGE)),
+    "InternVL": (
+        "internvl",
+        "Qwen2",
+        dict(vision_config=dict(TOWER, image_size=[8, 8], patch_size=[4, 4]), image_token_id=IMAGE),
+    ),
+    "Llava": ("llava", "Llama", dict(vision_config=CLIP, image_token_index=IMAGE)),
+    "LlavaOnevision": ("llava_onevision", "Qwen2", dict(vision_config=SIGLIP, image_token_index=IMAGE)),
+    "Mistral3": (
+        "mistral3",
+        "Mistral",
+        dict(vision_config=dict(TOWER, model_type="pixtral", head_dim=8), image_token_index=IMAGE),
+    ),
+    "PaliGemma": (
+        "paligemma",
+        "Gemma",
+        dict(vision_config=dict(SIGLIP, projection_dim=64), projection_dim=64, image_token_index=IMAGE),
+    ),
+    "Qwen2VL": ("qwen2_vl", "Qwen2", dict(vision_config=dict(PATCHES, hidden_size=64), image_token_id=IMAGE), SECTIONS),
+    "Qwen2_5VL": (
+        "qwen2_5_vl",
+        "Qwen2",
+        dict(vision_config=dict(PATCHES, hidden_size=16, out_hidden_size=64), image_token_id=IMAGE),
+        SECTIONS,
+    ),
+    "Qwen3VL": (
+        "qwen3_vl",
+        "Qwen3",
+        dict(
+            vision_config=dict(PATCHES, hidden_size=16, out_hidden_size=64, deepstack_visual_indexes=[]),
+            image_token_id=IMAGE,
+        ),
+        SECTIONS,
+    ),
 }
+MULTIMODAL = {name: entry for name, entry in MULTIMODAL.items() if entry[0] in CONFIG_MAPPING}
 FAMILIES |= {name: {} for name in MULTIMODAL}
 
 
 def config_of(family: str, **overrides) -> PretrainedConfig:
     """The small config of a family; a setting that is `UNSET` is left to the family's own default."""
     if family in MULTIMODAL:
-        kind, text, settings = MULTIMODAL[family]
-        return CONFIG_MAPPING[kind](text_config=config_of(text, **overrides).to_dict(), **settings)
+        kind, text, settings, *more = MULTIMODAL[family]
+        text_config = config_of(text, **overrides).to_dict()
+        for setting in more:
+            text_config |= setting | {"model_type": f"{kind}_text"}
+        return CONFIG_MAPPING[kind](text_config=text_config, **settings)
     name = family.split(":")[0]
     settings = {**SMALL, **FAMILIES.get(family, {}), **overrides}
     if transformers.__version__ < "5" and (rope := settings.pop("rope_parameters", None)):  # its names before
@@ -306,7 +351,6 @@ SPECIAL = {
     "GPTNeoXJapanese": "one projection, head by head; partial RoPE",
     "Gemma2": "softcap of scores and logits",
     "Gemma3": "norm of each key head; a RoPE for each kind of layer",
-    "Gemma3Vision": "reads images; its text part is Gemma3",
     "GptOss": "attention sinks",
     "JetMoe": "one projection for keys and values",
     "Kolibri1": "norm of each key head, no RoPE in full-attention layers",
@@ -330,7 +374,8 @@ SPECIAL = {
 
 def models_page() -> str:
     """docs/models.md."""
-    note = lambda name: f": {SPECIAL[name]}" if name in SPECIAL else ""  # noqa: E731
+    special = SPECIAL | {name: f"reads images; its text part is {entry[1]}" for name, entry in MULTIMODAL.items()}
+    note = lambda name: f": {special[name]}" if name in special else ""  # noqa: E731
     names = "\n".join(f"- {name}{note(name)}" for name in sorted(FAMILIES))
     refused = "\n".join(f"- {name}: {re.sub(r'^layer . ', '', reason)}" for name, (_, reason) in REFUSED.items())
     return f"""# Models
