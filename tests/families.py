@@ -165,6 +165,7 @@ REFUSED = {  # settings, and words of the reason
     "DeepseekV3": (LATENT, "layer 0 has latent attention"),
     "Doge": ({}, "layer 0 makes its attention mask from its values"),
     "Dory": (ROUTED, "layer 3 is passed several times"),
+    "DeepseekV32": (LATENT, "layer 0 keeps something else in place of keys and values or beside them"),
     "Falcon": (dict(head_dim=UNSET, alibi=True), "layer 0 adds a bias by position"),
     "FalconH1": ({}, "layer 0 keeps a state"),
     "FalconMamba": ({}, "layer 0 keeps a state"),

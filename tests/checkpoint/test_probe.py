@@ -38,7 +38,7 @@ def test_what_cannot_be_compressed_is_refused_with_the_reason(family, tmp_path):
 def test_the_verbs_refuse_before_any_work(verb, tmp_path):
     base_model("HunYuanDenseV1").save_pretrained(tmp_path / "base")
     run = tmp_path / "run"
-    error = cskv(verb, tmp_path / "base", "--run", run, "--data", "nothing", exit_code=1)["error"]
+    error = cskv(verb, tmp_path / "base", "--run", run, "--data", "builtin", exit_code=1)["error"]
     assert "layer 0 has a norm after RoPE on its keys" in error and "hunyuan_v1_dense" in error
     assert not list(run.glob("*/manifest.json"))
 
