@@ -65,7 +65,7 @@ def _device_map(config: PretrainedConfig, device: torch.device | str) -> dict[st
     """Everything of the decoder on `device` but its layers; of the rest only a head that is tied to the embeddings."""
     model = empty_base(config)
     decoder = find_decoder(model)
-    tied = config.get_text_config(decoder=True).tie_word_embeddings
+    tied = bool(model.all_tied_weights_keys)
     places, module, prefix = {}, model, ""
     for step in decoder.name.split("."):
         is_head = lambda child: tied and child is model.get_output_embeddings()  # noqa: E731
