@@ -17,12 +17,13 @@ from tests.modeling.test_cache import close
 LENGTH, PROMPT = 26, 14
 SIZES = [PROMPT] + [1] * (LENGTH - PROMPT)
 # Those whose path to the cache is another's are decoded at full rank only (test_cache_families.py).
-DECODED = """
-    Apertus Arcee BitNet Cohere Cohere2 Cohere:noqk Ernie4_5 Exaone4 GPT2 GPTBigCode GPTNeoX Gemma Gemma2
-    Gemma3 Gemma3:6l Glm Glm4 GptOss Granite GraniteMoe Helium Llama Llama:bias Llama:dynamic Llama:longrope
-    Llama:yarn MiniMaxM2 Ministral3 Mistral Mixtral Nemotron OPT Olmo Olmo2 Olmo3 Olmoe Persimmon Phi Phi3
-    Phi3:partial Qwen2 Qwen2:swa Qwen3 Qwen3Moe SeedOss SmolLM3 StableLm Starcoder2
-""".split()
+DECODED = [
+    "Apertus", "Arcee", "BitNet", "Cohere", "Cohere2", "Cohere:noqk", "Ernie4_5", "Exaone4", "GPT2", "GPTBigCode",
+    "GPTNeoX", "Gemma", "Gemma2", "Gemma3", "Gemma3:6l", "Glm", "Glm4", "GptOss", "Granite", "GraniteMoe", "Helium",
+    "Llama", "Llama:bias", "Llama:dynamic", "Llama:longrope", "Llama:yarn", "MiniMaxM2", "Ministral3", "Mistral",
+    "Mixtral", "Nemotron", "OPT", "Olmo", "Olmo2", "Olmo3", "Olmoe", "Persimmon", "Phi", "Phi3", "Phi3:partial",
+    "Qwen2", "Qwen2:swa", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2",
+]  # fmt: skip
 OWN_EAGER = {"GPT2", "GPTNeoX", "OPT", "Persimmon"}  # an eager attention unlike all that a decode step stands for
 CLIPPED = {"Olmo", "Olmoe"}  # values that are clipped must be rebuilt: no decode step
 # under transformers 4.57 these take the simple path with some attention functions or all
