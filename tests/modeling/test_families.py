@@ -5,7 +5,8 @@ import torch
 import transformers
 
 from cskv_cli.modeling import modeling_cskv
-from tests.families import FAMILIES, IMAGE, MULTIMODAL, base_model, compressed
+from tests.families import FAMILIES, MULTIMODAL, base_model, compressed
+from tests.family_configs import IMAGE
 
 IDS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(12))
 PADDED = IDS.clone()
