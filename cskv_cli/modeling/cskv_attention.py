@@ -7,11 +7,12 @@ import sys
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from .cskv_cache import CSKVCache, CSKVLayer
 from .cskv_decode import next_step, run_step
-from .cskv_structure import CACHE_NAMES, key_value_rows, repeats, width_of_head
+from .cskv_structure import CACHE_NAMES, key_value_rows, repeats, takes, width_of_head
 
 SLIDING_ROTATE = "afmoe", "beam", "cohere2", "cohere2_moe", "flint"  # models without RoPE in full-attention layers
 
@@ -142,6 +143,11 @@ def compress(attention: nn.Module, config: Any, ranks: tuple[int, int]) -> None:
         ValueError: it makes its keys and values in a way that is not known.
     """
     projections = key_value_rows(attention)
+    if hasattr(attention, "rotary_emb") and not takes(attention, "position_embeddings"):  # DBRX, JetMoe before 5.0
+        raise ValueError(
+            f"{type(attention).__name__} rotates its keys by itself in transformers {transformers.__version__}, which "
+            "a CSKV cache cannot repeat: take a newer version"
+        )
     put_in_front(attention, config)
     for (name, (linear, rows)), rank in zip(projections.items(), ranks, strict=True):
         setattr(attention, f"{name}_down", nn.Linear(config.hidden_size, rank, bias=False))

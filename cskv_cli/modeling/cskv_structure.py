@@ -60,9 +60,13 @@ def find_attention(layer: nn.Module) -> nn.Module | None:
 
 def cache_name(module: nn.Module) -> str | None:
     """What the forward of a module, or of the base of a `CSKVAttention`, calls its cache; None if it takes none."""
+    return next((name for name in CACHE_NAMES if takes(module, name)), None)
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether the forward of a module, or of the base of a `CSKVAttention`, has an argument of that name."""
     kind = type(module)
-    parameters = inspect.signature(getattr(kind, "base", kind).forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), None)
+    return name in inspect.signature(getattr(kind, "base", kind).forward).parameters
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from cskv_cli.checkpoint.base import resolve_base
 from cskv_cli.checkpoint.layers import kv_projections
 from cskv_cli.checkpoint.probe import check_supported
 from cskv_cli.errors import CskvError
+from cskv_cli.modeling.cskv_attention import compress
 from cskv_cli.modeling.cskv_structure import find_attention, find_decoder
 from tests.cli import cskv
 from tests.families import FAMILIES, REFUSED, base_model, config_of, models_page
@@ -84,6 +85,14 @@ def test_rows_of_a_fused_projection(family):
             ours = ours.clamp(-attention.clip_qkv, attention.clip_qkv)
         ours = ours.unflatten(-1, (-1, states.shape[-1])).transpose(1, 2)
         torch.testing.assert_close(ours.repeat_interleave(states.shape[1] // ours.shape[1], dim=1), states)
+
+
+def test_rotations_out_of_sight_are_refused_at_loading():
+    """As DBRX and JetMoe have them under transformers 4.57: their keys would be rebuilt without."""
+    attention = find_attention(find_decoder(base_model("OPT")).layers[0])
+    attention.rotary_emb = torch.nn.Identity()
+    with pytest.raises(ValueError, match="OPTAttention rotates its keys by itself"):
+        compress(attention, attention.config, (4, 4))
 
 
 def test_the_page_of_models_is_current():
