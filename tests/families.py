@@ -150,9 +150,9 @@ layer, and layers may be left whole (an allocation file).
 
 {names}
 
-Tested with transformers 5.24. Where a family was there before, its exports load under 4.57 too (tested: Llama, GPT-NeoX,
-Falcon, GPT-2 and the multimodal Gemma 3), unless its attention layers were not given their rotations then: DBRX and
-JetMoe are refused there when they are loaded, Qwen2-VL and Qwen2.5-VL fail when they first decode.
+Tested with transformers 5.24. Where a family was there before, its exports load under 4.57 too (tested: Llama,
+GPT-NeoX, Falcon, GPT-2 and the multimodal Gemma 3), unless its attention layers were not given their rotations then:
+DBRX and JetMoe are refused there when they are loaded, Qwen2-VL and Qwen2.5-VL fail when they first decode.
 
 A multimodal model is exported whole, with its towers as they are; calibration reads text. `AutoModelForCausalLM` and
 `AutoModelForImageTextToText` load the export.
