@@ -1,127 +1,15 @@
-"""Small random models of many families, each in the variant that brings out what is special about it."""
+"""Small random models of many families, the CSKV models over them, and the page that lists them."""
 
 import copy
+import re
 
 import torch
-import transformers
-from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from cskv_cli.checkpoint.classes import base_class, hidden_size, layer_count
 from cskv_cli.checkpoint.layers import compressible_layers, kv_projections
 from cskv_cli.modeling import modeling_cskv
 from cskv_cli.modeling.cskv_structure import attentions
-
-SMALL = dict(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-    initializer_range=0.15,
-)
-MOE = dict(num_local_experts=4, num_experts_per_tok=2)
-SLIDING_FULL = ["sliding_attention", "full_attention"]
-UNSET = object()
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the name of a config is not that of its model
-
-FAMILIES = {
-    "Llama": {},
-    "Llama:bias": dict(attention_bias=True),
-    "Llama:yarn": dict(
-        rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=10000.0, original_max_position_embeddings=64)
-    ),
-    "Llama:dynamic": dict(
-        rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=10000.0), max_position_embeddings=16
-    ),
-    "Llama:longrope": dict(
-        rope_parameters=dict(
-            rope_type="longrope",
-            factor=4.0,
-            rope_theta=10000.0,
-            short_factor=[1.0] * 8,
-            long_factor=[4.0] * 8,
-            original_max_position_embeddings=16,
-        )
-    ),
-    "Mistral": dict(sliding_window=None),
-    "Mixtral": MOE,
-    "Ministral3": {},
-    "Qwen2": {},
-    "Qwen2:swa": dict(use_sliding_window=True, sliding_window=8, max_window_layers=2),
-    "Qwen3": {},
-    "Qwen3Moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
-    "Gemma": {},
-    "Gemma2": dict(sliding_window=8, query_pre_attn_scalar=16),
-    "Gemma3": dict(sliding_window=8, query_pre_attn_scalar=16, layer_types=SLIDING_FULL * 2),
-    "Gemma3:6l": dict(sliding_window=8, query_pre_attn_scalar=16, num_hidden_layers=6, layer_types=SLIDING_FULL * 3),
-    "Phi": dict(qk_layernorm=True),
-    "Phi3": {},
-    "Phi3:partial": dict(partial_rotary_factor=0.5),
-    "Olmo": dict(clip_qkv=0.5),
-    "Olmo2": {},
-    "Olmo3": dict(sliding_window=8),
-    "Olmoe": dict(clip_qkv=0.8, num_experts=4, num_experts_per_tok=2),
-    "Granite": dict(attention_multiplier=0.25),
-    "GraniteMoe": MOE,
-    "Cohere": dict(use_qk_norm=True),
-    "Cohere:noqk": {},
-    "Cohere2": dict(sliding_window=8, layer_types=SLIDING_FULL * 2),
-    "Starcoder2": dict(use_bias=True),
-    "SmolLM3": dict(no_rope_layers=[1, 0, 1, 0]),
-    "Glm": {},
-    "Glm4": {},
-    "Helium": {},
-    "SeedOss": {},
-    "Ernie4_5": {},
-    "Arcee": {},
-    "Nemotron": {},
-    "StableLm": {},
-    "GptOss": dict(**MOE, sliding_window=8),
-    "Exaone4": {},
-    "Apertus": {},
-    "MiniMaxM2": MOE,
-    "BitNet": {},
-    "GPTNeoX": {},
-    "GPTNeoX:serial": dict(use_parallel_residual=False, attention_bias=False),
-    "GPTNeoXJapanese": {},
-    "Falcon": dict(head_dim=UNSET),
-    "Falcon:new": dict(head_dim=UNSET, new_decoder_architecture=True, num_kv_heads=2),
-    "Falcon:heads": dict(head_dim=UNSET, multi_query=False, parallel_attn=False, bias=True),
-    "Persimmon": {},
-    "GPT2": {},
-    "GPTBigCode": {},
-    "GPTBigCode:heads": dict(multi_query=False),
-    "OPT": dict(word_embed_proj_dim=32, ffn_dim=96),
-    "BioGpt": {},
-}
-
-# Multimodal models: their text part, and a tower for images.
-TOWER = dict(
-    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-)
-MULTIMODAL = {
-    "Gemma3Vision": ("gemma3", "Gemma3", dict(vision_config=TOWER, mm_tokens_per_image=4, image_token_id=90)),
-}
-FAMILIES |= {name: {} for name in MULTIMODAL}
-
-
-def config_of(family: str, **overrides) -> PretrainedConfig:
-    """The small config of a family; a setting that is `UNSET` is left to the family's own default."""
-    if family in MULTIMODAL:
-        kind, text, settings = MULTIMODAL[family]
-        return CONFIG_MAPPING[kind](text_config=config_of(text, **overrides).to_dict(), **settings)
-    name = family.split(":")[0]
-    settings = {**SMALL, **FAMILIES.get(family, {}), **overrides}
-    if transformers.__version__ < "5" and (rope := settings.pop("rope_parameters", None)):  # its names before
-        settings.update(rope_scaling=rope, rope_theta=rope["rope_theta"])
-    kind = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
-    return kind(**{key: value for key, value in settings.items() if value is not UNSET})
+from tests.family_configs import FAMILIES, MULTIMODAL, REFUSED, config_of
 
 
 def base_model(family: str, **overrides):
@@ -198,20 +86,81 @@ def write_tiny(folder, tokenizer, text, family="Llama"):
     (folder / "text.txt").write_text(text)
 
 
+SPECIAL = {
+    "Afmoe": "no RoPE in full-attention layers",
+    "Beam": "no RoPE in full-attention layers",
+    "Cohere": "norm of each key head, RoPE of interleaved pairs",
+    "Cohere2": "no RoPE in full-attention layers",
+    "Cohere2Moe": "no RoPE in full-attention layers",
+    "Dbrx": "one projection for queries, keys and values; clipped",
+    "DiffLlama": "differential attention",
+    "ExaoneMoe": "norm of each key head, no RoPE in full-attention layers",
+    "Falcon": "one projection; multi-query",
+    "Falcon:heads": "one projection, head by head",
+    "Falcon:new": "one projection, group by group; the base caches a copy of each key for each of its queries",
+    "Flint": "norm of each key head, no RoPE in full-attention layers",
+    "GPT2": "one projection (Conv1D); learned positions",
+    "GPTBigCode": "one projection; multi-query; learned positions",
+    "GPTBigCode:heads": "one projection, head by head; learned positions",
+    "GPTNeoX": "one projection, head by head; partial RoPE; parallel blocks",
+    "GPTNeoX:serial": "one projection, head by head; partial RoPE",
+    "GPTNeoXJapanese": "one projection, head by head; partial RoPE",
+    "Gemma2": "softcap of scores and logits",
+    "Gemma3": "norm of each key head; a RoPE for each kind of layer",
+    "GptOss": "attention sinks",
+    "JetMoe": "one projection for keys and values",
+    "Kolibri1": "norm of each key head, no RoPE in full-attention layers",
+    "Llama:bias": "biases",
+    "Llama:dynamic": "RoPE that changes with the length",
+    "Llama:longrope": "RoPE that changes with the length",
+    "Llama:yarn": "scaled RoPE",
+    "NanoChat": "norm after RoPE, but without weights, so that their order does not matter",
+    "OPT": "learned positions",
+    "Olmo": "clipped",
+    "Olmo2": "norm of the whole key",
+    "Olmoe": "norm of the whole key; clipped",
+    "Persimmon": "one projection, head by head; norm of each key head; partial RoPE",
+    "Phi": "partial RoPE; norm of each key head",
+    "Phi3": "one projection",
+    "Qwen2": "biases",
+    "Qwen3": "norm of each key head",
+    "SmolLM3": "no RoPE in some layers",
+}
+
+
 def models_page() -> str:
     """docs/models.md."""
-    names = "\n".join(f"- {name}" for name in sorted(FAMILIES))
+    special = SPECIAL | {name: f"reads images; its text part is {entry[1]}" for name, entry in MULTIMODAL.items()}
+    note = lambda name: f": {special[name]}" if name in special else ""  # noqa: E731
+    names = "\n".join(f"- {name}{note(name)}" for name in sorted(FAMILIES))
+    refused = "\n".join(f"- {name}: {re.sub(r'^layer . ', '', reason)}" for name, (_, reason) in REFUSED.items())
     return f"""# Models
 
-Any causal language model of transformers is taken whose attention layers pass the probe (`checkpoint/probe.py`): what
-`rebuild_keys` and `rebuild_values` make of a projection's output must be what the layer gives to its cache. It is asked
-before any work, and a model that fails it is refused by name with the reason: latent attention (MLA), a norm after
-RoPE, layers that are not `model.layers[i].self_attn`, or sliding windows in every layer.
+A model is taken for how it is built, not for its name: a decoder with a list of layers, an attention in each that makes
+keys and values of its input by linear projections, of their own or shared with the queries, and what lies between
+projection and cache: bias, clipping, a norm, RoPE. `checkpoint/probe.py` asks, before any work and from the config
+alone, whether `rebuild_keys` and `rebuild_values` make of a projection's output what the layer gives to its cache. A
+model for which they do not is refused by name, with the layer and the reason.
 
-These variants are tested: at full rank, tokens and logits equal the base's, padded and not, eager and sdpa. Where a
-model has layers with a sliding window, those are left alone.
+## Models that work
+
+Tested: at full rank, tokens and logits equal the base's, padded and not, eager and sdpa, with a window of 4 tokens;
+and so they do after tokens came one by one, in chunks or turns, and after the cache was copied, cropped, reordered,
+repeated or selected from. Where a model has layers with a sliding window, those are left alone; ranks may differ by
+layer, and layers may be left whole (an allocation file).
 
 {names}
+
+Tested with transformers 5.24. Where a family was there before, its exports load under 4.57 too (tested: Llama,
+GPT-NeoX, Falcon, GPT-2 and the multimodal Gemma 3), unless its attention layers were not given their rotations then:
+DBRX and JetMoe are refused there when they are loaded, Qwen2-VL and Qwen2.5-VL fail when they first decode.
+
+A multimodal model is exported whole, with its towers as they are; calibration reads text. `AutoModelForCausalLM` and
+`AutoModelForImageTextToText` load the export.
+
+## Models that are refused
+
+{refused}
 
 This page is written by `python -m tests.families > docs/models.md`.
 """

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
+from cskv_cli.checkpoint.load import shape_of
 from cskv_cli.layout import Layout
 from cskv_cli.memory import Shape, base_bytes, bytes_per_token, cache_bytes
 from cskv_cli.modeling.cskv_cache import CSKVCache
@@ -39,6 +41,17 @@ def test_formula_equals_what_a_cache_holds(bits, dtype):
     expected = cache_bytes(shape, Layout(**model.config.cskv), 4096)
     assert held_bytes(cache) == pytest.approx(expected, rel=0.002)
     assert base_bytes(shape, Layout(**model.config.cskv), 4096) == 4 * 4096 * 2 * 32 * dtype.itemsize
+
+
+@pytest.mark.parametrize("family, copies", [("Falcon:new", 2), ("Falcon", 1), ("GPTNeoX", 1), ("Llava", 1)])
+def test_the_shape_is_that_of_the_base_cache(family, copies):
+    model = base_model(family)
+    layout, shape = Layout(**compressed(model).config.cskv), shape_of(model)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.randint(3, 90, (1, 50)), use_cache=True, **{CACHE: cache})
+    assert shape.copies == copies
+    assert base_bytes(shape, layout, 50) == sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
 
 
 def test_bytes_per_token_is_the_slope():

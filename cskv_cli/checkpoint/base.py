@@ -130,8 +130,11 @@ def _from_gguf(source: str, file: Path, work_dir: Path) -> BaseModel:
 
 def _from_hub(source: str, revision: str | None, work_dir: Path) -> BaseModel:
     """Small files first, so that a model which cannot be compressed is refused before its weights are fetched."""
+    from cskv_cli.checkpoint.probe import check_supported
+
     folder = download(source, revision, _SMALL_FILES)
     _check_config(folder, source)
+    check_supported(folder)
     commit = folder.name
     for single, index in ((SINGLE_NAME, INDEX_NAME), (BIN_NAME, BIN_INDEX_NAME)):
         download(source, commit, ["config.json", *(shard_names(folder, single, index) or [single])])

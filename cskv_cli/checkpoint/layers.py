@@ -65,7 +65,7 @@ def _device_map(config: PretrainedConfig, device: torch.device | str) -> dict[st
     """Everything of the decoder on `device` but its layers; of the rest only a head that is tied to the embeddings."""
     model = empty_base(config)
     decoder = find_decoder(model)
-    tied = config.get_text_config(decoder=True).tie_word_embeddings
+    tied = bool(model.all_tied_weights_keys)
     places, module, prefix = {}, model, ""
     for step in decoder.name.split("."):
         is_head = lambda child: tied and child is model.get_output_embeddings()  # noqa: E731
@@ -204,17 +204,21 @@ def compressible_layers(config: PretrainedConfig) -> list[int]:
     if getattr(text, "num_kv_shared_layers", 0) or getattr(text, "kv_sharing_modes", None):
         raise CskvError(f"{text.model_type}: layers share keys and values, which cskv keeps by layer", SEE_MODELS)
     for index, cache in enumerate(caches):
-        if "Linear" in type(cache).__name__:
-            raise CskvError(
-                f"{text.model_type}: layer {index} keeps a state (linear attention or a convolution) in place of keys "
-                "and values or beside them, which cskv does not know",
-                SEE_MODELS,
-            )
+        if type(cache) is DynamicLayer or getattr(cache, "is_sliding", False) and "Linear" not in type(cache).__name__:
+            continue
+        state = "a state (linear attention or a convolution)" if "Linear" in type(cache).__name__ else "something else"
+        raise CskvError(
+            f"{text.model_type}: layer {index} keeps {state} in place of keys and values or beside them "
+            f"({type(cache).__name__}), which cskv does not know",
+            SEE_MODELS,
+        )
     layers = [index for index, cache in enumerate(caches) if type(cache) is DynamicLayer]
     if not layers:
         window = getattr(text, "sliding_window", None)
         reason = f"all its layers look at the last {window} tokens only" if window else "no layer has full attention"
-        raise CskvError(f"this {text.model_type} model has nothing to compress: {reason}, so its cache is bounded")
+        raise CskvError(
+            f"this {text.model_type} model has nothing to compress: {reason}, so its cache is bounded", SEE_MODELS
+        )
     return layers
 
 

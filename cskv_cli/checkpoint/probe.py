@@ -1,7 +1,6 @@
 """Can this model be compressed? Told from its config alone, by retracing its own path from projection to cache."""
 
 import copy
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from cskv_cli.checkpoint.layers import SEE_MODELS, compressible_layers, kv_proje
 from cskv_cli.checkpoint.rotary import inputs_for
 from cskv_cli.errors import CskvError
 from cskv_cli.modeling.cskv_cache import CSKVCache, CSKVLayer
-from cskv_cli.modeling.cskv_structure import attentions, cache_name, find_decoder, key_value_rows
+from cskv_cli.modeling.cskv_structure import attentions, cache_name, find_decoder, key_value_rows, takes
 
 TOKENS = 9
 
@@ -64,12 +63,11 @@ def _foreign(model: PreTrainedModel, index: int) -> str | None:
     attention, config = attentions(model)[index], model.config.get_text_config(decoder=True)
     if attention is None or attention.layer_idx != index:
         return "has no attention with a cache of its own"
-    parameters = inspect.signature(type(attention).forward).parameters
     if any(hasattr(attention, part) for part in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_norm")):
         return "has latent attention (MLA), whose cache is compressed already"
     if getattr(config, "alibi", False) or type(attention).__name__ in ("BloomAttention", "MptAttention"):
         return "adds a bias by position to its scores (ALiBi), for which tokens cannot be simulated as decoded"
-    if parameters.keys() & {"cache_offset", "cycle_offset"}:
+    if takes(attention, "cache_offset") or takes(attention, "cycle_offset"):
         return "is passed several times for each token, with a cache for each time"
     if hasattr(attention, "dt_proj"):
         return "makes its attention mask from its values"
@@ -80,7 +78,7 @@ def _foreign(model: PreTrainedModel, index: int) -> str | None:
     except ValueError as error:
         return f"makes its keys and values in an unknown way: {error}"
     if len(set(widths)) > 1:
-        return f"has keys and values of other widths than layer 0: {widths[2:]} and not {widths[:2]}"
+        return f"has keys and values of {widths[2]} and {widths[3]} channels, where layer 0 has keys of {widths[0]}"
     return None
 
 
@@ -92,8 +90,7 @@ def _untraceable(model: PreTrainedModel, index: int) -> str | None:
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5, generator=generator)
     inputs = inputs_for(model, index, TOKENS)
     rotation = inputs["position_embeddings"]
-    wanted = "position_embeddings" in inspect.signature(attention.base.forward).parameters
-    if wanted and not hasattr(find_decoder(model).module, "rotary_emb"):
+    if takes(attention, "position_embeddings") and not hasattr(find_decoder(model).module, "rotary_emb"):
         return "has its rotations from elsewhere than a rotary embedding of the decoder"
     hidden = torch.randn(1, TOKENS, hidden_size(model.config), generator=generator)
     cache = CSKVCache(model.config)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cskv_cli.modeling.cskv_structure import attentions, find_decoder
+from cskv_cli.modeling.cskv_structure import attentions, find_decoder, takes
 
 
 def rotation_for(model: PreTrainedModel, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -33,7 +33,6 @@ def inputs_for(model: PreTrainedModel, layer: int, tokens: int) -> dict[str, Any
     mask = torch.full((tokens, tokens), torch.finfo(torch.float32).min).triu(1)[None, None]
     inputs = {"position_ids": torch.arange(tokens)[None], "attention_mask": mask}
     inputs["position_embeddings"] = rotation_for(model, layer, tokens)
-    attention = type(attentions(model)[layer])
-    if "alibi" in inspect.signature(getattr(attention, "base", attention).forward).parameters:  # Falcon's own RoPE
+    if takes(attentions(model)[layer], "alibi"):  # Falcon, which has RoPE without it
         inputs["alibi"] = None
     return inputs

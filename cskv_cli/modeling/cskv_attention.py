@@ -7,12 +7,13 @@ import sys
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from .cskv_cache import CSKVCache, CSKVLayer
 from .cskv_decode import next_step, run_step
 from .cskv_factors import made_of_tile, up_projection
-from .cskv_structure import CACHE_NAMES, key_value_rows, repeats, width_of_head
+from .cskv_structure import CACHE_NAMES, key_value_rows, repeats, takes, width_of_head
 
 SLIDING_ROTATE = "afmoe", "beam", "cohere2", "cohere2_moe", "flint"  # models without RoPE in full-attention layers
 
@@ -75,7 +76,11 @@ class CSKVAttention:
         """Whether this layer applies RoPE; some models leave it out in some layers."""
         if self.config.model_type in SLIDING_ROTATE:
             return getattr(self, "force_rope", False)
-        if self.config.model_type in ("exaone4", "exaone_moe"):  # the same, if there are sliding layers at all
+        if self.config.model_type in (
+            "exaone4",
+            "exaone_moe",
+            "kolibri1",
+        ):  # the same, if there are sliding layers at all
             return self.sliding_window is None
         return bool(getattr(self, "use_rope", True))  # SmolLM3
 
@@ -138,6 +143,11 @@ def compress(attention: nn.Module, config: Any, ranks: tuple[int, int], head_gro
         ValueError: it makes its keys and values in a way that is not known.
     """
     projections = key_value_rows(attention)
+    if hasattr(attention, "rotary_emb") and not takes(attention, "position_embeddings"):  # DBRX, JetMoe before 5.0
+        raise ValueError(
+            f"{type(attention).__name__} rotates its keys by itself in transformers {transformers.__version__}, which "
+            "a CSKV cache cannot repeat: take a newer version"
+        )
     put_in_front(attention, config)
     for (name, (linear, rows)), rank in zip(projections.items(), ranks, strict=True):
         setattr(attention, f"{name}_down", nn.Linear(config.hidden_size, rank, bias=False))

@@ -14,6 +14,7 @@ FUSED = {  # the projection that queries, keys and values share, and whether its
     "Wqkv": False,
     "c_attn": False,
     "query_key_value": True,
+    "kv_proj": False,  # JetMoe, whose queries come from experts
 }
 
 
@@ -47,16 +48,25 @@ def find_decoder(model: nn.Module) -> Decoder:
 
 
 def find_attention(layer: nn.Module) -> nn.Module | None:
-    """The outermost module in a decoder layer that knows its number and takes a cache; None where there is none."""
+    """The module in a decoder layer that takes a cache and makes keys and values; None where there is none.
+
+    Where it cannot be told how keys and values are made, it is the outermost one that knows its number.
+    """
     inside = (module for module in layer.modules() if module is not layer and hasattr(module, "layer_idx"))
-    return next((module for module in inside if cache_name(module)), None)
+    found = [module for module in inside if cache_name(module)]
+    known = (module for module in found if any(hasattr(module, name) for name in ("k_proj", *FUSED)))
+    return next(known, found[0] if found else None)
 
 
 def cache_name(module: nn.Module) -> str | None:
     """What the forward of a module, or of the base of a `CSKVAttention`, calls its cache; None if it takes none."""
+    return next((name for name in CACHE_NAMES if takes(module, name)), None)
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether the forward of a module, or of the base of a `CSKVAttention`, has an argument of that name."""
     kind = type(module)
-    parameters = inspect.signature(getattr(kind, "base", kind).forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), None)
+    return name in inspect.signature(getattr(kind, "base", kind).forward).parameters
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
@@ -92,7 +102,7 @@ def key_value_rows(attention: nn.Module) -> dict[str, tuple[nn.Module, torch.Ten
         raise ValueError(f"{type(attention).__name__} has no key and value projection that CSKV knows")
     linear, width = getattr(attention, name), width_of_head(attention)
     heads = _outputs(linear) // width
-    cached = (heads - _query_heads(attention)) // 2
+    cached = (heads - (0 if name == "kv_proj" else _query_heads(attention))) // 2
     by_head = FUSED[name] or isinstance(linear, nn.Linear) and name == "c_attn"  # GPTBigCode, unlike GPT-2
     rows = torch.arange(_outputs(linear)).view(cached if by_head else 1, -1, width)
     size = cached // len(rows)

@@ -70,6 +70,11 @@ class CSKVForCausalLM:
         return cls._base()._can_set_experts_implementation()
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        """As the base class, whose tensors transformers 5 renames where a checkpoint is older."""
+        return False
+
+    @classmethod
     def _base(cls) -> type:
         return cls.__mro__[cls.__mro__.index(CSKVForCausalLM) + 1]
 
@@ -108,5 +113,19 @@ def __getattr__(name: str) -> type:
     base = getattr(transformers, name.removeprefix("CSKV"), None) if name.startswith("CSKV") else None
     if base is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _rename_as(base, name)
     globals()[name] = type(name, (CSKVForCausalLM, base), {"__module__": __name__, "__doc__": CSKVForCausalLM.__doc__})
     return globals()[name]
+
+
+def _rename_as(base: type, name: str) -> None:
+    """Rename tensors at loading and saving as transformers 5 does for the class `base`, such as GPT-NeoX's head."""
+    try:
+        from transformers.conversion_mapping import (
+            get_checkpoint_conversion_mapping,
+            register_checkpoint_conversion_mapping,
+        )
+    except ImportError:  # before, classes said themselves what to rename
+        return
+    if (renamings := get_checkpoint_conversion_mapping(base.__name__)) is not None:
+        register_checkpoint_conversion_mapping(name, renamings, overwrite=True)

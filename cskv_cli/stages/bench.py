@@ -153,7 +153,8 @@ def _with_limits(
 
 def _prompt(model: PreTrainedModel, context: int, batch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, model.config.vocab_size, (batch, context), generator=generator).to(model.device)
+    size = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(3, size, (batch, context), generator=generator).to(model.device)
 
 
 def _timed(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, seconds: list[float]) -> torch.Tensor:

@@ -113,7 +113,7 @@ CONFIGS = {
     "brings its own code": {"auto_map": {"AutoModelForCausalLM": "x.X"}},
     "config.json has no model_type": {"model_type": None},
     "no causal language model of type vit": {"model_type": "vit"},
-    "no causal language model of type bart": {"model_type": "bart", "is_encoder_decoder": True},
+    "is an encoder-decoder model (bart)": {"model_type": "bart", "is_encoder_decoder": True},
     "is a LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
 }
 

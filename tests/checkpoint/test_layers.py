@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from cskv_cli.checkpoint import layers
 from cskv_cli.checkpoint.layers import LayerByLayer, compressible_layers, in_memory, kv_projections, load_by_layer
+from cskv_cli.checkpoint.load import load_base
 from cskv_cli.errors import CskvError
+from cskv_cli.modeling.cskv_structure import find_attention, find_decoder
 from tests.families import base_model
 
 IDS = torch.randint(3, 97, (5, 12), generator=torch.Generator().manual_seed(3))
@@ -36,25 +38,26 @@ def load(tmp_path):
 @torch.no_grad()
 def attention_inputs(model):
     """What each layer's attention is given in the whole model, and what comes out of the last layer."""
-    seen = [[] for _ in model.model.layers]
-    output = []
-    for index, layer in enumerate(model.model.layers):
+    decoder, output = find_decoder(model), []
+    seen = [[] for _ in decoder.layers]
+    for index, layer in enumerate(decoder.layers):
         hook = lambda _, args, kwargs, i=index: seen[i].append(args[0] if args else kwargs["hidden_states"])  # noqa: E731
-        layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
-    layer.register_forward_hook(lambda _, args, result: output.append(result))
+        find_attention(layer).register_forward_pre_hook(hook, with_kwargs=True)
+    layer.register_forward_hook(lambda _, args, result: output.append(result[0] if type(result) is tuple else result))
     for rows in BATCHES:
-        model.model(IDS[rows], use_cache=False)
+        model(IDS[rows], use_cache=False)
     return [torch.cat(parts) for parts in seen], torch.cat(output)
 
 
 FAMILIES = ["Llama:bias", "Llama:dynamic", "Qwen3Moe", "Gemma3", "Phi3", "SmolLM3", "GptOss", "Granite", "Cohere2"]
+FAMILIES += ["GPTNeoX", "Falcon", "GPT2", "OPT", "Llava", "Qwen2VL"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_the_whole_model(family, dtype, load, tmp_path):
     model = load(base_model(family), dtype)
-    inputs, output = attention_inputs(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype).eval())
+    inputs, output = attention_inputs(load_base(tmp_path / "model", "cpu", dtype))
     states = LayerByLayer(model, IDS, "cpu")
     for index, expected in enumerate(inputs):
         seen, done = {}, []

@@ -5,7 +5,8 @@ import torch
 import transformers
 
 from cskv_cli.modeling import modeling_cskv
-from tests.families import FAMILIES, base_model, compressed
+from tests.families import FAMILIES, MULTIMODAL, base_model, compressed
+from tests.family_configs import IMAGE
 
 IDS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(12))
 PADDED = IDS.clone()
@@ -31,6 +32,21 @@ def test_full_rank_equals_base(family):
             torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=2e-4, rtol=2e-4)
             assert got.logits[0].isfinite().all()
             assert type(got.get("cache", got.get("past_key_values"))).__name__ == "CSKVCache"
+
+
+@pytest.mark.parametrize("family", [name for name in ("Gemma3Vision", "Llava") if name in MULTIMODAL])
+def test_an_image_in_the_prompt(family):
+    base = base_model(family)
+    model, ids = compressed(base, window=4, sinks=2), IDS[:1].clone()
+    ids[:, 2:6] = IMAGE
+    inputs = dict(input_ids=ids, pixel_values=torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1)))
+    if family == "Gemma3Vision":
+        inputs["token_type_ids"] = (ids == IMAGE).long()
+    greedy = dict(max_new_tokens=16, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    expected, got = base.generate(**inputs, **greedy), model.generate(**inputs, **greedy)
+    blind = base.generate(input_ids=IDS[:1], **greedy)
+    assert torch.equal(got.sequences, expected.sequences) and not torch.equal(got.logits[0], blind.logits[0])
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("family", [name for name in ("Llama", "Mixtral", "GptOss") if name in FAMILIES])

@@ -30,7 +30,7 @@ def through_the_cache(simulator, base, window):
     return (p.exp() * (p - q)).sum(-1).mean().item()
 
 
-@pytest.mark.parametrize("family", ["Llama:bias", "Qwen3", "Phi3"])
+@pytest.mark.parametrize("family", ["Llama:bias", "Qwen3", "Phi3", "Falcon:new"])
 def test_a_setting_of_mixed_bits_and_whole_layers_equals_decoding_through_the_cache(make_simulator, windows, family):
     simulator, base = make_simulator(family)
     for window in windows:
@@ -40,7 +40,7 @@ def test_a_setting_of_mixed_bits_and_whole_layers_equals_decoding_through_the_ca
     assert [type(layer).__name__ for layer in CSKVCache(simulator.model.config).layers][2] == "DynamicLayer"
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3", "Cohere2"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3", "Cohere2", "Falcon:new"])
 def test_from_a_layer_up_equals_the_whole_forward(make_simulator, windows, family):
     layers = (1, 3) if family in ("Gemma2", "Cohere2") else (0, 1, 2, 3)
     simulator, _ = make_simulator(family, layers=layers)
