@@ -190,7 +190,7 @@ class CSKVLayer(CacheLayerMixin):
     def check_crop(self, tokens_to_remove: int) -> int:
         """The tokens that `crop` would leave, or the ValueError that it would raise."""
         past = self.get_seq_length()
-        length = min(tokens_to_remove, past) if tokens_to_remove > 0 else max(past + tokens_to_remove, 0)
+        length = tokens_kept(past, tokens_to_remove)
         for store in self.latents:
             store.check_crop(length)
         return length
@@ -224,3 +224,8 @@ class CSKVLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Move back."""
         self.apply(lambda t: t.to(self.device, non_blocking=True))
+
+
+def tokens_kept(past: int, tokens_to_remove: int) -> int:
+    """Tokens that a `crop` leaves of `past`; a positive argument is the length to keep, as before transformers 5.24."""
+    return min(tokens_to_remove, past) if tokens_to_remove > 0 else max(past + tokens_to_remove, 0)
