@@ -53,6 +53,9 @@ class CSKVCache(Cache):
     def end(self) -> None:
         """After each forward: keep nothing that can be computed again."""
         self.rows.end()
+        for layer in self.layers:
+            if isinstance(layer, CSKVLayer):
+                layer.unstage()
         for rotary in self.rotaries.values():
             rotary.end()
 

@@ -54,11 +54,20 @@ class CSKVLayer(CacheLayerMixin):
         """
         self._staged = attention, latents, kwargs.get("position_ids"), kwargs.get("position_embeddings"), step
 
+    def unstage(self) -> None:
+        """Let go of what a forward staged and, because it failed, did not use."""
+        self._staged = None
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         """Add new tokens and return the keys and values of all, [batch, heads, tokens, head_dim].
 
         Exact are the new tokens, the window that ends at the first of them, and the sinks; the others are rebuilt.
+
+        Raises:
+            ValueError: nothing was staged: the model is not the one that this cache is for.
         """
+        if self._staged is None:
+            raise ValueError("a CSKVCache needs its own model, which is loaded with trust_remote_code=True")
         (attention, latents, positions, rotation, step), self._staged = self._staged, None
         past = self.get_seq_length()
         if rotation is not None:

@@ -345,3 +345,16 @@ def test_nothing_of_the_model_hangs_on_a_cache():
     with pytest.raises(ZeroDivisionError):
         decode(model, tokens(1, 1), [1], cache)
     assert not [thing for thing in reachable(cache) if isinstance(thing, nn.Module)]
+
+
+def test_another_model_is_told_that_the_cache_is_not_its_own():
+    with pytest.raises(ValueError, match="a CSKVCache needs its own model"):
+        decode(base("Llama"), tokens(1, 1), [1], new_cache(cskv("Llama")))
+
+
+def test_nothing_that_a_failed_forward_staged_hangs_on_a_cache():
+    model, cache = copy.deepcopy(cskv("Llama", "low")), new_cache(cskv("Llama", "low"))
+    model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decode(model, tokens(1, 12), [12], cache)
+    assert not [thing for thing in reachable(cache) if isinstance(thing, nn.Module)]
