@@ -36,6 +36,8 @@ tokenizer = AutoTokenizer.from_pretrained("{repo}")
 ```
 
 transformers 4.57.6 or newer; nothing else is needed. `generate`, batches, beams and chat work as with the base model.
+A document is read once for many questions: `model.save_cache(cache, "document.safetensors")` writes the cache of a
+forward (`model(**inputs).past_key_values`), and `model.load_cache("document.safetensors")` gives one to `generate`.
 Pass `revision=` and `code_revision=` with a commit to pin both the weights and the code.
 Without `trust_remote_code` the same files load as the plain base model, with its full cache.
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .cskv_layer import CSKVLayer
+from .cskv_layer import CSKVLayer, tokens_kept
 from .cskv_positions import RotaryHistory, Rows, TensorMap
 from .cskv_quantizer import Quantizer
 
@@ -53,6 +53,9 @@ class CSKVCache(Cache):
     def end(self) -> None:
         """After each forward: keep nothing that can be computed again."""
         self.rows.end()
+        for layer in self.layers:
+            if isinstance(layer, CSKVLayer):
+                layer.unstage()
         for rotary in self.rotaries.values():
             rotary.end()
 
@@ -62,7 +65,10 @@ class CSKVCache(Cache):
             self.activate_past_recording()
         elif self.recorded_for_generate:
             for layer in self.layers:
-                layer.record_past = False
+                if getattr(layer, "record_past", False):
+                    if layer.is_initialized:
+                        layer.crop(0)  # lets go of what a sliding window has left behind
+                    layer.record_past = False
         self.recorded_for_generate = wanted
 
     def _apply(self, fn: TensorMap) -> None:
@@ -86,20 +92,32 @@ class CSKVCache(Cache):
         self._apply(lambda t: t[indices])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, as `CSKVLayer.crop`: in all layers, or in none."""
+        """Remove the last tokens, as `CSKVLayer.crop`: in all layers, or in none.
+
+        Raises:
+            ValueError: the cut goes through a packed group, or what a sliding window would need then is gone.
+        """
+        past = self.get_seq_length()
+        if not (length := tokens_kept(past, tokens_to_remove)):
+            self.reset()
+            return
         for layer in self.layers:
             if isinstance(layer, CSKVLayer):
-                layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
-        length = max(layer.get_seq_length() for layer in self.layers)
-        if not length:
-            self.rows.reset()
+                layer.check_crop(length - past)
+            elif layer.is_sliding and length < past:
+                _check_window(layer, length, past)
+        for layer in self.layers:
+            if length < past or getattr(layer, "record_past", False):
+                layer.crop(length - past)
         for rotary in self.rotaries.values():
             rotary.apply(lambda t: t[:, :length].clone())
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
+        for layer in self.layers:
+            layer.keys = layer.values = None  # in transformers 4.x they stay, as zeros
+            layer.is_initialized = False
         self.rows.reset()
         for rotary in self.rotaries.values():
             rotary.reset()
@@ -110,3 +128,11 @@ def _quantizer(cskv: dict[str, Any], name: str, layer: int) -> Quantizer | None:
     if bits is None:
         return None
     return Quantizer(bits, cskv["group"], per_channel=name == "k", clip=cskv[f"clip_{name}"][layer])
+
+
+def _check_window(layer: CacheLayerMixin, length: int, past: int) -> None:
+    if layer.keys.shape[2] - (past - length) < min(length, layer.sliding_window - 1):
+        raise ValueError(
+            f"cannot crop this cache to {length} tokens: a layer keeps {layer.sliding_window} of {past}. "
+            "Call `activate_past_recording` before the tokens are added that may be removed."
+        )

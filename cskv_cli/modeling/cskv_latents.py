@@ -150,6 +150,16 @@ class Latents:
         if self.packed is not None:
             self.packed = Packed(*map(fn, self.packed))
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that is held, without the room for more."""
+        held = {} if self._room is None else {"recent": self.recent}
+        return held if self.packed is None else held | self.packed._asdict()
+
+    def restore(self, recent: torch.Tensor, **packed: torch.Tensor) -> None:
+        """Hold what `tensors` gave."""
+        self._hold(recent)
+        self.packed = Packed(**packed) if packed else None
+
     def _tokens_first(self) -> torch.Tensor:
         return self._room.mT if self.tokens_last else self._room
 

@@ -54,11 +54,20 @@ class CSKVLayer(CacheLayerMixin):
         """
         self._staged = attention, latents, kwargs.get("position_ids"), kwargs.get("position_embeddings"), step
 
+    def unstage(self) -> None:
+        """Let go of what a forward staged and, because it failed, did not use."""
+        self._staged = None
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         """Add new tokens and return the keys and values of all, [batch, heads, tokens, head_dim].
 
         Exact are the new tokens, the window that ends at the first of them, and the sinks; the others are rebuilt.
+
+        Raises:
+            ValueError: nothing was staged: the model is not the one that this cache is for.
         """
+        if self._staged is None:
+            raise ValueError("a CSKVCache needs its own model, which is loaded with trust_remote_code=True")
         (attention, latents, positions, rotation, step), self._staged = self._staged, None
         past = self.get_seq_length()
         if rotation is not None:
@@ -190,7 +199,7 @@ class CSKVLayer(CacheLayerMixin):
     def check_crop(self, tokens_to_remove: int) -> int:
         """The tokens that `crop` would leave, or the ValueError that it would raise."""
         past = self.get_seq_length()
-        length = min(tokens_to_remove, past) if tokens_to_remove > 0 else max(past + tokens_to_remove, 0)
+        length = tokens_kept(past, tokens_to_remove)
         for store in self.latents:
             store.check_crop(length)
         return length
@@ -224,3 +233,8 @@ class CSKVLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Move back."""
         self.apply(lambda t: t.to(self.device, non_blocking=True))
+
+
+def tokens_kept(past: int, tokens_to_remove: int) -> int:
+    """Tokens that a `crop` leaves of `past`; a positive argument is the length to keep, as before transformers 5.24."""
+    return min(tokens_to_remove, past) if tokens_to_remove > 0 else max(past + tokens_to_remove, 0)

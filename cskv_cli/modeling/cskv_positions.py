@@ -23,6 +23,8 @@ class RotaryHistory:
     it is asked. Where it does not (frequencies that change with the length), cos and sin themselves are kept.
     """
 
+    NAMES = "positions", "cos", "sin"  # of the tensors held
+
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -79,7 +81,7 @@ class RotaryHistory:
 
     def apply(self, fn: TensorMap) -> None:
         """Replace every tensor held by `fn` of it."""
-        for name in ("positions", "cos", "sin"):
+        for name in self.NAMES:
             if (tensor := getattr(self, name)) is not None:
                 setattr(self, name, fn(tensor))
 

@@ -8,6 +8,7 @@ There is a `CSKV<Base>` for every `<Base>` of transformers that writes text: `CS
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 import transformers
@@ -18,6 +19,7 @@ from .cskv_attention import compress
 from .cskv_cache import CSKVCache
 from .cskv_decode import DecodeStep
 from .cskv_factors import GroupedUp
+from .cskv_file import describe, read_cache, write_cache
 from .cskv_latents import Latents
 from .cskv_layer import CSKVLayer
 from .cskv_positions import RotaryHistory
@@ -77,6 +79,25 @@ class CSKVForCausalLM:
     @classmethod
     def _base(cls) -> type:
         return cls.__mro__[cls.__mro__.index(CSKVForCausalLM) + 1]
+
+    def save_cache(self, cache: CSKVCache, path: str | os.PathLike) -> None:
+        """Write a cache that this model has filled to a safetensors file, for `load_cache` of this or a later process.
+
+        Raises:
+            ValueError: it is no `CSKVCache`, or has a layer of a kind that a file cannot hold.
+        """
+        write_cache(path, cache, describe(self.config, self._attentions()))
+
+    def load_cache(self, path: str | os.PathLike) -> CSKVCache:
+        """The cache in a file of `save_cache`: this model goes on from it as it would have then.
+
+        Raises:
+            ValueError: the file is damaged, no prompt cache, or one of another model or other settings.
+        """
+        return read_cache(path, self.config, self._attentions())
+
+    def _attentions(self) -> list[nn.Module]:
+        return [layer.self_attn for layer in self.model.layers]
 
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Give a forward that asks for a cache, and brings none, ours instead of the base model's."""

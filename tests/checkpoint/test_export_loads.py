@@ -16,16 +16,20 @@ SCRIPT = Path(__file__).with_name("load_export.py")
 PROMPTS = [list(range(10, 31)), list(range(40, 52))]
 
 
-def answers(folder, trust=True, prompts=PROMPTS, pad=0, legacy=False, save_to=None, modules=None):
-    """What `load_export.py` prints, in an interpreter outside this repository."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(modules or folder.parent / "modules")}
+def run_alone(script, *arguments, modules, legacy=False):
+    """What a script prints, in an interpreter outside this repository."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(modules)}
     environment["PYTHONPATH"] = str(LEGACY) if legacy else ""
-    arguments = [str(folder), str(int(trust)), json.dumps(prompts), str(pad), *([str(save_to)] if save_to else [])]
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], env=environment, cwd="/", capture_output=True, text=True
-    )
+    command = [sys.executable, *map(str, (script, *arguments))]
+    result = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def answers(folder, trust=True, prompts=PROMPTS, pad=0, legacy=False, save_to=None, modules=None):
+    """What `load_export.py` prints."""
+    arguments = folder, int(trust), json.dumps(prompts), pad, *([save_to] if save_to else [])
+    return run_alone(SCRIPT, *arguments, modules=modules or folder.parent / "modules", legacy=legacy)
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["newest", "4.57.6"])

@@ -215,18 +215,19 @@ def test_one_row_of_positions_meets_many():
     close(got, expected[[1, 0], 12:])
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_reset_then_another_prompt(setting):
-    model, ids = cskv("Llama", setting), tokens(2, 15)
+@pytest.mark.parametrize("family, setting", [*(("Llama", setting) for setting in SETTINGS), ("Gemma3", "low")])
+def test_reset_then_another_prompt(family, setting):
+    model, ids = cskv(family, setting), tokens(2, 15)
     expected, cache = decode(model, ids, [10] + [1] * 5), new_cache(model)
     decode(model, tokens(3, 15, seed=1), [10] + [1] * 5, cache, padding([0, 4, 7], 15))
     cache.reset()
-    assert cache.get_seq_length() == 0 and held_bytes(cache) == 0
+    assert cache.get_seq_length() == 0 and held_bytes(cache) == held_bytes(new_cache(model))
     assert torch.equal(decode(model, ids, [10] + [1] * 5, cache), expected)
 
 
-def test_cropped_to_nothing_then_another_prompt():
-    model, ids = cskv("Llama", "low"), tokens(2, 15)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_cropped_to_nothing_then_another_prompt(family):
+    model, ids = cskv(family, "low"), tokens(2, 15)
     expected, cache = decode(model, ids, [10] + [1] * 5), new_cache(model)
     decode(model, tokens(3, 10, seed=1), [10], cache, padding([0, 4, 7], 10))
     cache.crop(-10)
@@ -243,6 +244,33 @@ def test_crop_equals_base_at_full_rank(removed):
         assert cache.get_seq_length() == 20 - removed
         logits.append(decode(model, other, [1] * 6, cache))
     close(*logits)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("family", ["Qwen2:swa", "Gemma3"])
+def test_what_a_sliding_window_cannot_give_back_is_kept_by_all_layers(family, recorded):
+    model, ids = cskv(family), tokens(2, 20)  # Qwen2's compressed layers come first
+    cache, fresh = new_cache(model), new_cache(model)
+    for each in (cache, fresh):
+        decode(model, ids[:, :12], [10, 1, 1], each)
+    if recorded:  # too late
+        cache.activate_past_recording()
+    with pytest.raises(ValueError, match="cannot crop this cache to 9 tokens: a layer keeps 8 of 12"):
+        cache.crop(-3)
+    close(decode(model, ids[:, 12:], [1] * 8, cache), decode(model, ids[:, 12:], [1] * 8, fresh))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_a_past_that_was_recorded_for_generate_is_let_go_of(family):
+    model, ids = cskv(family), tokens(2, 20)
+    cache = new_cache(model)
+    cache.record_past_for_generate(True)
+    cache.record_past_for_generate(False)  # with nothing there
+    cache.record_past_for_generate(True)
+    decode(model, ids[:, :14], [12, 1, 1], cache)
+    cache.record_past_for_generate(False)
+    assert all(layer.keys.shape[2] <= WINDOW for layer in cache.layers)
+    close(decode(model, ids[:, 14:], [1] * 6, cache), decode(base(family), ids, [20])[:, 14:])
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -316,4 +344,17 @@ def test_nothing_of_the_model_hangs_on_a_cache():
     model.model.layers[-1].mlp.register_forward_pre_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         decode(model, tokens(1, 1), [1], cache)
+    assert not [thing for thing in reachable(cache) if isinstance(thing, nn.Module)]
+
+
+def test_another_model_is_told_that_the_cache_is_not_its_own():
+    with pytest.raises(ValueError, match="a CSKVCache needs its own model"):
+        decode(base("Llama"), tokens(1, 1), [1], new_cache(cskv("Llama")))
+
+
+def test_nothing_that_a_failed_forward_staged_hangs_on_a_cache():
+    model, cache = copy.deepcopy(cskv("Llama", "low")), new_cache(cskv("Llama", "low"))
+    model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decode(model, tokens(1, 12), [12], cache)
     assert not [thing for thing in reachable(cache) if isinstance(thing, nn.Module)]
