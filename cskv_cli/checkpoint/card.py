@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.layout import Layout, bits_span, span
 from cskv_cli.measurements import Measurement, eval_results, quality_rows
+from cskv_cli.modeling.modeling_cskv import TESTED
 from cskv_cli.run import versions
 
 PLACEHOLDER = "PATH_OR_REPO"
@@ -35,7 +36,8 @@ model = AutoModelForCausalLM.from_pretrained("{repo}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{repo}")
 ```
 
-transformers 4.57.6 or newer; nothing else is needed. `generate`, batches, beams and chat work as with the base model.
+transformers {oldest} or newer (tested to {newest}); nothing else is needed. `generate`, batches, beams and chat work as
+with the base model.
 Pass `revision=` and `code_revision=` with a commit to pin both the weights and the code.
 Without `trust_remote_code` the same files load as the plain base model, with its full cache.
 
@@ -109,6 +111,8 @@ def card_text(base: BaseModel, layout: Layout, report: dict[str, Any], origin: O
         front=front_matter(base, origin, title),
         title=title,
         repo=repo,
+        oldest=TESTED[0],
+        newest=TESTED[1],
         base=on_hub if base.kind == "hub" else name,
         window=layout.window,
         sinks=layout.sinks,

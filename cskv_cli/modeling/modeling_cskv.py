@@ -7,11 +7,13 @@ with the same weights and the same answer to a prompt, whose `generate` keeps it
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import transformers
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig
+from transformers.utils import logging
 
 from .cskv_attention import attention_class
 from .cskv_cache import CSKVCache
@@ -24,6 +26,8 @@ from .cskv_rotation import Turn
 
 # Every file of this model is imported here: transformers 4.57 takes along only those that it finds in this one.
 __all__ = ["CSKVCache", "CSKVForCausalLM", "CSKVLayer", "DecodeStep", "Latents", "Quantizer", "RotaryHistory", "Turn"]
+
+TESTED = "4.57.6", "5.24"  # the oldest and the newest transformers that this model was tested under
 
 # transformers 5.24 renamed the argument
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
@@ -85,6 +89,17 @@ def _end(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> 
         kwargs[CACHE].end()
 
 
+def _warn_if_untested(version: str) -> None:
+    """Once in a process, however many checkpoints bring this file."""
+    oldest, newest, given = (tuple(map(int, re.findall(r"\d+", v)[:3])) for v in (*TESTED, version))
+    if given < oldest or given[: len(newest)] > newest:
+        logger = logging.get_logger("transformers.cskv")
+        logger.warning_once(
+            f"This CSKV model was tested under transformers {TESTED[0]} to {TESTED[1]}, not under {version}: compare a "
+            "few answers with those of the base model."
+        )
+
+
 def __getattr__(name: str) -> type:
     """Define `CSKV<Base>` at its first use, from transformers' `<Base>`."""
     base = getattr(transformers, name.removeprefix("CSKV"), None) if name.startswith("CSKV") else None
@@ -92,3 +107,6 @@ def __getattr__(name: str) -> type:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = type(name, (CSKVForCausalLM, base), {"__module__": __name__, "__doc__": CSKVForCausalLM.__doc__})
     return globals()[name]
+
+
+_warn_if_untested(transformers.__version__)
