@@ -65,7 +65,7 @@ Made with {versions}.
 - A prefill attends to exact keys and values; what is lost shows in tokens that are decoded after it. Benchmarks that
   never decode (multiple choice, perplexity by one forward pass) show no loss, and say nothing about this cache.
 - Finding things in a long context suffers before perplexity does: measure on your own task.
-- A static, quantized or offloaded cache that is asked for by name replaces this one.
+- A static or quantized cache that is asked for by name replaces this one.
 
 ## Citation
 
