@@ -76,8 +76,8 @@ def _flag(name: str, field: Any) -> inspect.Parameter:
     kind, origin = field.annotation, typing.get_origin(field.annotation)
     values = field.default if origin is tuple else () if field.default in (None, False) else (field.default,)
     default = ", ".join(map(str, values))
-    metavar = (field.json_schema_extra or {}).get("metavar")
-    long = name.replace("_", "-")
+    extra = field.json_schema_extra or {}
+    metavar, long = extra.get("metavar"), extra.get("flag", name.replace("_", "-"))
     option = typer.Option(
         f"--{long}/--no-{long}" if kind is bool else f"--{long}",
         help=field.description,

@@ -31,10 +31,17 @@ class Out:
         """Copy the export; the copy is there whole or not at all."""
         if self._is_export():
             return
+        from cskv_cli.checkpoint.sharing import bring
+
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         try:
-            shutil.copytree(self.run.folder("export"), temporary, ignore=shutil.ignore_patterns(MANIFEST))
+            shutil.copytree(
+                self.run.folder("export"),
+                temporary,
+                ignore=shutil.ignore_patterns(MANIFEST),
+                copy_function=bring,
+            )
             if self._replaceable:
                 shutil.rmtree(self.path)
             elif self.path.exists():

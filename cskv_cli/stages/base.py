@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from cskv_cli.checkpoint.base import BaseModel, resolve_base
+from cskv_cli.checkpoint.probe import check_supported
 from cskv_cli.checkpoint.weights import check_finite
 from cskv_cli.config import StageConfig
 from cskv_cli.errors import CskvError
@@ -19,8 +20,12 @@ class BaseConfig(StageConfig):
     revision: str | None
 
 
-def open_base(run: Run, model: str | None, revision: str | None, progress: Progress) -> tuple[BaseModel, Manifest]:
+def open_base(
+    run: Run, model: str | None, revision: str | None, progress: Progress, *, dry: bool = False
+) -> tuple[BaseModel, Manifest | None]:
     """The run's base model; a model given for the first time is checked and remembered.
+
+    With `dry` it is not remembered, and no weight of it is read; there may be no manifest then.
 
     Raises:
         CskvError: no model is given or remembered; it cannot be compressed; it is another one than the run's, or has
@@ -40,6 +45,9 @@ def open_base(run: Run, model: str | None, revision: str | None, progress: Progr
     if known is not None and revision is None:
         revision = known.config["revision"]
     base = resolve_base(source, revision=revision, work_dir=run.path / "converted")
+    if dry:
+        check_supported(base.folder)
+        return base, known
     if known is not None:
         check_unchanged(run, base)
         return base, known
@@ -53,8 +61,6 @@ def check_unchanged(run: Run, base: BaseModel) -> None:
 
 
 def _remember(run: Run, base: BaseModel, source: str, weights: str, progress: Progress) -> Manifest:
-    from cskv_cli.checkpoint.probe import check_supported
-
     check_supported(base.folder)
     with progress.task("check weights", base.parameter_bytes, "bytes") as advance:
         check_finite(base.shards, advance)
