@@ -43,7 +43,8 @@ def write_model(folder: Path, shape: dict = SHAPE) -> None:
         shard = f"model-{i:05}-of-{len(parts):05}.safetensors"
         save_file(tensors, folder / shard, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     letters = {chr(i): i for i in range(256)}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

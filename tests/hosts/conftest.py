@@ -22,9 +22,10 @@ def exports(tmp_path_factory, tokenizer, text):
     return SimpleNamespace(base=folder / "base", full=folder / "full", low=folder / "low")
 
 
-@pytest.fixture(autouse=True)
-def modules(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def modules(tmp_path_factory):
     """Code of checkpoints is copied here, not into the user's cache."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("sys.path", __import__("sys").path[:])
-    return tmp_path / "modules"
+    folder = tmp_path_factory.mktemp("modules")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
+        yield folder
