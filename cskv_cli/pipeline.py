@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from cskv_cli.allocation import ALLOCATION, AUTO
-from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.config import (
     CalibrateConfig,
     ExportConfig,
@@ -43,6 +42,7 @@ class Pipeline:
         console: Console,
         *,
         dry: bool = False,
+        trust_code: bool = False,
     ) -> None:
         from cskv_cli.data.sources import with_absolute_path
         from cskv_cli.stages.base import open_base
@@ -56,9 +56,9 @@ class Pipeline:
         for given in (settings.get("init", {}), settings.get("quantize", {})):
             if given.get("allocation") not in (None, AUTO):
                 given["allocation"] = str(Path(given["allocation"]).expanduser().absolute())
-        self.base: BaseModel
         with workers().main_first():
-            self.base, self._base_manifest = open_base(run, model, revision, console.progress, dry=dry)
+            opened = open_base(run, model, revision, console.progress, dry=dry, trust_code=trust_code)
+        self.base, self._base_manifest = opened
         for note in self.base.notes:
             console.note(note)
 

@@ -24,7 +24,7 @@ from cskv_cli.config import (
 from cskv_cli.console import Console
 from cskv_cli.launch import is_main
 from cskv_cli.layout import bits_span, span
-from cskv_cli.options import DEFAULT_RUN, ModelArgument, RevisionOption, RunOption, Settings, verb
+from cskv_cli.options import DEFAULT_RUN, ModelArgument, RevisionOption, RunOption, Settings, TrustOption, verb
 from cskv_cli.run import Run
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def compress(
     console: Console,
     model: ModelArgument = None,
     revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
     recipe: RecipeOption = None,
     out: OutOption = None,
     finetune: FinetuneOption = None,
@@ -99,7 +100,7 @@ def compress(
     push = PushConfig(**settings["push"])
     with here.lock():
         remote = None if push.push is None or not is_main() else Target(push, here, model, dry=dry_run)
-        pipeline = Pipeline(here, model, revision, settings, console, dry=dry_run)
+        pipeline = Pipeline(here, model, revision, settings, console, dry=dry_run, trust_code=trust_remote_code)
         wants = {
             "finetune": finetune != "none" and _wanted("finetune", settings["finetune"], here),
             "quantize": bits != UNQUANTIZED and _wanted("quantize", settings["quantize"], here),

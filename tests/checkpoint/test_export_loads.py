@@ -29,7 +29,7 @@ FULL = "--rank-k", 32, "--rank-v", 32, "--window", 4, "--sinks", 2
 LOW = "--rank-k", 9, "--rank-v", 12, "--window", 4, "--sinks", 2
 
 
-def answers(leg, modules, prompts=PROMPTS, pad=0, **models):
+def answers(leg, modules, prompts=PROMPTS, pad=0, cwd="/", **models):
     """What `load_export.py` prints of `models`, under transformers `leg`, in an interpreter outside this repository."""
     overlay = ROOT / f".venvs/transformers-{leg}"
     assert leg == NEWEST or overlay.exists(), f"{overlay} is missing: run `make test`"
@@ -37,7 +37,7 @@ def answers(leg, modules, prompts=PROMPTS, pad=0, **models):
     environment["PYTHONPATH"] = "" if leg == NEWEST else str(overlay)
     task = json.dumps({"prompts": prompts, "pad": pad, "models": models}, default=str)
     result = subprocess.run(
-        [sys.executable, str(SCRIPT), task], env=environment, cwd="/", capture_output=True, text=True
+        [sys.executable, str(SCRIPT), task], env=environment, cwd=cwd, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
@@ -69,8 +69,11 @@ def found(exports):
         return answers(
             leg,
             exports / f"modules-{leg}",
+            cwd=exports / "low 4 bit",
             base=dict(folder=exports / "base", trust=False),
             full=dict(folder=exports / "模型 1.5-dir", trust=True, save=exports / f"saved-{leg}"),
+            here=dict(folder=".", trust=True),
+            slash=dict(folder=f"{exports / 'm-1.5-32k'}/", trust=True),
             plain=dict(folder=exports / "m-1.5-32k", trust=False),
             low=dict(folder=exports / "m-1.5-32k", trust=True),
             quantized=dict(folder=exports / "low 4 bit", trust=True),
@@ -102,6 +105,12 @@ def test_low_rank_answers_alike_in_all_versions(found, which, leg):
         assert ours[what] == newest[what], what
     same_logits(ours, newest, 1e-3)
     assert ours["logits"] != found(leg)["full"]["logits"]
+
+
+@pytest.mark.parametrize("leg", LEGS)
+def test_the_folder_that_one_is_in_and_a_slash_at_the_end(found, leg):
+    assert found(leg)["here"] == found(leg)["quantized"]
+    assert found(leg)["slash"] == found(leg)["low"]
 
 
 @pytest.mark.parametrize("leg", LEGS)
