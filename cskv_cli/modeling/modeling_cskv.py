@@ -29,6 +29,8 @@ __all__ = ["CSKVCache", "CSKVForCausalLM", "CSKVLayer", "DecodeStep", "Latents",
 
 TESTED = "4.57.6", "5.24"  # the oldest and the newest transformers that this model was tested under
 
+LOGGER = logging.get_logger("transformers.cskv")  # one for all checkpoints that bring this file
+
 # transformers 5.24 renamed the argument
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
 
@@ -63,12 +65,24 @@ class CSKVForCausalLM:
         """Give a forward that asks for a cache, and brings none, ours instead of the base model's."""
         wanted = kwargs.get("use_cache")
         if kwargs.get(CACHE) is None and (self.config.use_cache if wanted is None else wanted):
-            kwargs[CACHE] = CSKVCache(self.config)
+            kwargs[CACHE] = self._new_cache()
         if isinstance(kwargs.get(CACHE), CSKVCache):
             attentions = kwargs.get("output_attentions")
             whole = self.config.output_attentions if attentions is None else attentions
             kwargs[CACHE].begin(model, kwargs.get("attention_mask"), whole=bool(whole))
         return args, kwargs
+
+    def _new_cache(self, **kwargs: Any) -> CSKVCache:
+        """A cache, and a word of warning where an adapter (PEFT) changes keys or values that latents stand for."""
+        attentions = (layer.self_attn for layer in self.model.layers if hasattr(layer.self_attn, "k_down"))
+        for attention in attentions:
+            for name in ("k_proj", "v_proj", "qkv_proj"):
+                if hasattr(getattr(attention, name, None), "base_layer"):
+                    LOGGER.warning_once(
+                        f"An adapter changes {name}, and the CSKV cache rebuilds what it holds of old tokens without "
+                        "it: adapt queries, outputs or the MLP, or merge the adapter into the base before compressing."
+                    )
+        return CSKVCache(self.config, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
@@ -78,7 +92,7 @@ class CSKVForCausalLM:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
         cache = model_kwargs.get(CACHE)
         if given is None and type(cache) is DynamicCache:
-            cache = model_kwargs[CACHE] = CSKVCache(self.config, offloading=cache.offloading)
+            cache = model_kwargs[CACHE] = self._new_cache(offloading=cache.offloading)
         if isinstance(cache, CSKVCache):
             is_assistant = getattr(generation_config, "is_assistant", False)
             cache.record_past_for_generate(is_assistant or generation_mode.value == "assisted_generation")
@@ -93,8 +107,7 @@ def _warn_if_untested(version: str) -> None:
     """Once in a process, however many checkpoints bring this file."""
     oldest, newest, given = (tuple(map(int, re.findall(r"\d+", v)[:3])) for v in (*TESTED, version))
     if given < oldest or given[: len(newest)] > newest:
-        logger = logging.get_logger("transformers.cskv")
-        logger.warning_once(
+        LOGGER.warning_once(
             f"This CSKV model was tested under transformers {TESTED[0]} to {TESTED[1]}, not under {version}: compare a "
             "few answers with those of the base model."
         )

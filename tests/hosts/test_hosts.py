@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 
 import pytest
 import torch
@@ -113,3 +114,15 @@ def test_an_adapter_of_the_base_works_on_its_export(exports, adapter):
     assert type(merged).__name__ == "CSKVLlamaForCausalLM"
     assert_same(merged, base)
     assert (answer(merged)[1] - answer(plain)[1]).abs().max() > 0.1  # the adapter matters
+
+
+@pytest.mark.parametrize("targets, warned", [(["q_proj", "o_proj"], []), (["q_proj", "v_proj"], ["v_proj"])])
+def test_an_adapter_that_latents_do_not_know_of_is_warned_of(exports, monkeypatch, targets, warned):
+    from peft import LoraConfig, get_peft_model
+
+    said = []
+    logger = logging.getLogger("transformers.cskv")
+    monkeypatch.setattr(logger, "warning_once", said.append, raising=False)
+    model = get_peft_model(load(exports.low), LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
+    model.generate(input_ids=IDS, **GREEDY)
+    assert {name for line in said for name in ("k_proj", "v_proj", "q_proj") if f"changes {name}" in line} == {*warned}
