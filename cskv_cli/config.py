@@ -224,6 +224,12 @@ class ExportConfig(StageConfig):
     )
     dtype: Dtype = Field("auto", description="Precision of the exported weights; auto keeps the base model's.")
     max_shard_size: str = Field("5GB", description="Largest shard of weights: 500MB, 5GB, 2GiB.")
+    copy_shards: bool = Field(
+        False,
+        description="Copy the base's shards. By default they share its room on the disk where that is safe: as clones, "
+        "or as hard links to the Hub's cache, never to a folder of yours.",
+        json_schema_extra={"flag": "copy"},
+    )
 
     @field_validator("max_shard_size")
     @classmethod

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from cskv_cli.layout import Layout
 from cskv_cli.memory import Shape, latent_bytes
+from cskv_cli.modeling.cskv_structure import attentions, width_of_head
 from cskv_cli.training.student import PARTS
 
 SIZES = {"cpu": (1536, 2**27), "cuda": (8192, 2**30)}  # of the product, and bytes, that the machine is timed on
@@ -53,13 +54,13 @@ class Dims:
 
 def dims_of(model: PreTrainedModel, shape: Shape) -> Dims:
     """Those of a CSKV model; `parameters` are its matrices but for the input embedding and the factors."""
-    config, attention = model.config, model.model.layers[0].self_attn
+    config, attention = model.config.get_text_config(decoder=True), attentions(model)[0]
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.dim() > 1}
     counted = sum(count for name, count in matrices.items() if name.split(".")[-2] not in PARTS)
     if not config.tie_word_embeddings:
         counted -= model.get_input_embeddings().weight.numel()
     heads = config.num_attention_heads
-    return Dims(shape, config.hidden_size, heads, heads * attention.head_dim, counted)
+    return Dims(shape, config.hidden_size, heads, heads * width_of_head(attention), counted)
 
 
 def base_step(dims: Dims, layout: Layout, tokens: int, batch: int = 1) -> Step:

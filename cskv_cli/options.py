@@ -29,6 +29,12 @@ DebugOption = Annotated[bool, typer.Option("--debug", envvar="CSKV_DEBUG", help=
 MODEL_HELP = "Hub id, folder or .gguf file; by default the model that the run directory remembers."
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub model.")]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run the code that MODEL brings, and take it if transformers has the same model."
+    ),
+]
 DEFAULT_RUN = Path("cskv-run")
 DEFAULT_CHECKPOINT = str(Path(os.environ.get("CSKV_RUN", DEFAULT_RUN)) / "export")
 CheckpointArgument = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder or Hub id of an export.")]
@@ -76,8 +82,8 @@ def _flag(name: str, field: Any) -> inspect.Parameter:
     kind, origin = field.annotation, typing.get_origin(field.annotation)
     values = field.default if origin is tuple else () if field.default in (None, False) else (field.default,)
     default = ", ".join(map(str, values))
-    metavar = (field.json_schema_extra or {}).get("metavar")
-    long = name.replace("_", "-")
+    extra = field.json_schema_extra or {}
+    metavar, long = extra.get("metavar"), extra.get("flag", name.replace("_", "-"))
     option = typer.Option(
         f"--{long}/--no-{long}" if kind is bool else f"--{long}",
         help=field.description,

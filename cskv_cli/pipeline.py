@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from cskv_cli.allocation import ALLOCATION, AUTO
-from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.config import (
     CalibrateConfig,
     ExportConfig,
@@ -29,12 +28,22 @@ SHARED = ("calibrate", "finetune", "quantize")  # stages on which several proces
 
 
 class Pipeline:
-    """One run directory, its base model and the flags given.
+    """One run directory, its base model and the flags given; a `dry` one is only for planning.
 
     A stage none of whose flags are given keeps the settings it was last made with.
     """
 
-    def __init__(self, run: Run, model: str | None, revision: str | None, settings: Settings, console: Console) -> None:
+    def __init__(
+        self,
+        run: Run,
+        model: str | None,
+        revision: str | None,
+        settings: Settings,
+        console: Console,
+        *,
+        dry: bool = False,
+        trust_code: bool = False,
+    ) -> None:
         from cskv_cli.data.sources import with_absolute_path
         from cskv_cli.stages.base import open_base
 
@@ -47,9 +56,9 @@ class Pipeline:
         for given in (settings.get("init", {}), settings.get("quantize", {})):
             if given.get("allocation") not in (None, AUTO):
                 given["allocation"] = str(Path(given["allocation"]).expanduser().absolute())
-        self.base: BaseModel
         with workers().main_first():
-            self.base, self._base_manifest = open_base(run, model, revision, console.progress)
+            opened = open_base(run, model, revision, console.progress, dry=dry, trust_code=trust_code)
+        self.base, self._base_manifest = opened
         for note in self.base.notes:
             console.note(note)
 
@@ -107,7 +116,6 @@ class Pipeline:
         return digests
 
     def _digest(self, folder: Path, files: list[Path]) -> str:
-        """Of names and contents."""
         from cskv_cli.checkpoint.weights import file_hashes
 
         cache = self.run.path / ".hashes.json"
@@ -269,7 +277,6 @@ class Pipeline:
         return self.run.manifest(stage)
 
     def _reused(self, stage: str, config: StageConfig, inputs: dict[str, str]) -> bool:
-        """Whether the stage is there as it would be made."""
         if not workers().main or not self.run.reusable(stage, config, inputs):
             return False
         try:

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 from cskv_cli.checkpoint.load import load_checkpoint
 from cskv_cli.evaluation.simulation import decode_simulation
-from tests.checkpoint.test_export_loads import answers
+from tests.checkpoint.test_export_loads import NEWEST, OLDER, answers
 from tests.cli import cskv
 from tests.evaluation.test_simulation import token_by_token
 
@@ -44,10 +44,10 @@ def test_simulation_equals_the_loop_on_a_real_model(run, prompts):
     assert (simulated - plain).abs().max() > 0.1
 
 
-def test_the_same_answers_under_both_versions(run, prompts):
+def test_the_same_answers_under_the_oldest_and_the_newest_version(run, prompts):
+    model = dict(folder=run / "export", trust=True)
     newest, oldest = (
-        answers(run / "export", prompts=prompts, pad=2, legacy=legacy, modules=run / f"modules-{legacy}")
-        for legacy in (False, True)
+        answers(leg, run / f"modules-{leg}", prompts, pad=2, model=model)["model"] for leg in (NEWEST, OLDER[0])
     )
     assert newest["cache"] == oldest["cache"] == "CSKVCache"
     for what in ("greedy", "beams", "second"):

@@ -87,11 +87,12 @@ class BaseModel:
         return [tensor for tensors in self.headers.values() for tensor in tensors.values()]
 
 
-def resolve_base(source: str, *, revision: str | None, work_dir: Path) -> BaseModel:
+def resolve_base(source: str, *, revision: str | None, work_dir: Path, trust_code: bool = False) -> BaseModel:
     """Find the base model that `source` names; an existing local path wins over a Hub id.
 
     A Hub model is downloaded into the usual cache. GGUF files and .bin weights are converted into
-    `work_dir/<model>/`, which is reused for as long as the source stays the same.
+    `work_dir/<model>/`, which is reused for as long as the source stays the same. A model that brings its own code is
+    taken with `trust_code` alone, if that code is what transformers has too.
 
     Raises CskvError, before any long work, for everything that cannot be compressed.
     """
@@ -99,17 +100,17 @@ def resolve_base(source: str, *, revision: str | None, work_dir: Path) -> BaseMo
     if path.exists():
         if revision:
             raise CskvError(f"{source} is a local path: --revision {revision} needs a Hub id", "drop --revision")
-        base = _from_path(source, path, work_dir)
+        base = _from_path(source, path, work_dir, trust_code)
     elif looks_like_path(source):
         raise CskvError(f"{source}: no such file or folder", WHAT_TO_PASS)
     else:
-        base = _from_hub(source, revision, work_dir)
+        base = _from_hub(source, revision, work_dir, trust_code)
     if not base.headers:
         raise CskvError(f"{base.folder} has no weights", WHAT_TO_PASS)
     return base
 
 
-def _from_path(source: str, path: Path, work_dir: Path) -> BaseModel:
+def _from_path(source: str, path: Path, work_dir: Path, trust_code: bool) -> BaseModel:
     if path.is_file():
         return _from_gguf(source, path, work_dir)
     files = sorted(path.glob("*.gguf"))
@@ -118,7 +119,7 @@ def _from_path(source: str, path: Path, work_dir: Path) -> BaseModel:
             names = ", ".join(file.name for file in files)
             raise CskvError(f"{source} holds {len(files)} GGUF files: {names}", f"pass one: {files[0]}")
         return _from_gguf(source, files[0], work_dir)
-    _check_config(path, source)
+    _check_config(path, source, trust_code)
     return _with_safetensors(source, "folder", None, path, work_dir)
 
 
@@ -128,12 +129,12 @@ def _from_gguf(source: str, file: Path, work_dir: Path) -> BaseModel:
     return BaseModel(source, "gguf", None, folder, converted=True, notes=(note,))
 
 
-def _from_hub(source: str, revision: str | None, work_dir: Path) -> BaseModel:
+def _from_hub(source: str, revision: str | None, work_dir: Path, trust_code: bool) -> BaseModel:
     """Small files first, so that a model which cannot be compressed is refused before its weights are fetched."""
     from cskv_cli.checkpoint.probe import check_supported
 
-    folder = download(source, revision, _SMALL_FILES)
-    _check_config(folder, source)
+    folder = download(source, revision, [*_SMALL_FILES, "*.py"] if trust_code else _SMALL_FILES)
+    _check_config(folder, source, trust_code)
     check_supported(folder)
     commit = folder.name
     for single, index in ((SINGLE_NAME, INDEX_NAME), (BIN_NAME, BIN_INDEX_NAME)):
@@ -156,7 +157,7 @@ def _with_safetensors(source: str, kind: Kind, revision: str | None, folder: Pat
     raise CskvError(f"{source} has no weights (no {SINGLE_NAME}, no {INDEX_NAME})", WHAT_TO_PASS)
 
 
-def _check_config(folder: Path, source: str) -> None:
+def _check_config(folder: Path, source: str, trust_code: bool = False) -> None:
     """CskvError for a model that cannot be compressed, told from its small files alone."""
     path = folder / "config.json"
     if not path.is_file():
@@ -173,11 +174,14 @@ def _check_config(folder: Path, source: str) -> None:
     method = _quantization(folder, config)
     if method:
         raise CskvError(f"{source} is already quantized ({method})", "start from the unquantized model")
-    if "auto_map" in config:
-        raise CskvError(
-            f"{source} brings its own code (auto_map in config.json)", "only models built into transformers work"
-        )
+    if "auto_map" in config and not trust_code:
+        hint = "read it, then pass --trust-remote-code; the model is taken if transformers has the same one"
+        raise CskvError(f"{source} brings its own code (auto_map in config.json)", hint)
     _check_causal(config, source)
+    if "auto_map" in config:
+        from cskv_cli.checkpoint.remote import check_same_model
+
+        check_same_model(folder, source)
 
 
 def _quantization(folder: Path, config: dict[str, Any]) -> str | None:

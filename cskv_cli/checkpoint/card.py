@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.layout import Layout, bits_span, span
 from cskv_cli.measurements import Measurement, eval_results, quality_rows
+from cskv_cli.modeling.modeling_cskv import TESTED
 from cskv_cli.run import versions
 
 PLACEHOLDER = "PATH_OR_REPO"
@@ -35,7 +36,8 @@ model = AutoModelForCausalLM.from_pretrained("{repo}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{repo}")
 ```
 
-transformers 4.57.6 or newer; nothing else is needed. `generate`, batches, beams and chat work as with the base model.
+transformers {oldest} or newer (tested to {newest}); nothing else is needed. `generate`, batches, beams and chat work as
+with the base model.
 A document is read once for many questions: `model.save_cache(cache, "document.safetensors")` writes the cache of a
 forward (`model(**inputs).past_key_values`), and `model.load_cache("document.safetensors")` gives one to `generate`.
 Pass `revision=` and `code_revision=` with a commit to pin both the weights and the code.
@@ -65,7 +67,7 @@ Made with {versions}.
 - A prefill attends to exact keys and values; what is lost shows in tokens that are decoded after it. Benchmarks that
   never decode (multiple choice, perplexity by one forward pass) show no loss, and say nothing about this cache.
 - Finding things in a long context suffers before perplexity does: measure on your own task.
-- A static, quantized or offloaded cache that is asked for by name replaces this one.
+- A static or quantized cache that is asked for by name replaces this one.
 
 ## Citation
 
@@ -111,6 +113,8 @@ def card_text(base: BaseModel, layout: Layout, report: dict[str, Any], origin: O
         front=front_matter(base, origin, title),
         title=title,
         repo=repo,
+        oldest=TESTED[0],
+        newest=TESTED[1],
         base=on_hub if base.kind == "hub" else name,
         window=layout.window,
         sinks=layout.sinks,

@@ -80,7 +80,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         CskvError: there is none that works.
     """
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # None would ask
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CskvError(

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from cskv_cli.checkpoint.sharing import bring
 from cskv_cli.checkpoint.weights import FLOAT_TYPES, INDEX_NAME, TensorHeader, read_header
 from cskv_cli.progress import Progress
 from cskv_cli.run import write_json
@@ -31,11 +32,14 @@ def write_shards(
     dtype: torch.dtype | None,
     limit: int,
     progress: Progress,
+    *,
+    fixed: bool,
+    copy: bool,
 ) -> None:
     """Write the base's `shards`, then the factors, as `model-0000i-of-0000N`, and the index over all of them.
 
-    A shard of the base within `limit` bytes is copied byte for byte where `dtype` is None; else floating tensors are
-    converted to it. A single tensor larger than the limit is a shard of its own.
+    A shard of the base within `limit` bytes is taken over as it is where `dtype` is None (see `bring` for `fixed` and
+    `copy`); else floating tensors are converted to it. A single tensor larger than the limit is a shard of its own.
     """
     pieces = [piece for path in shards for piece in _pieces(path, dtype, limit)]
     sizes = {name: tensor.nbytes for name, tensor in factors.items()}
@@ -44,8 +48,12 @@ def write_shards(
     with progress.task("export", len(pieces), "shards") as advance:
         for number, piece in enumerate(pieces, start=1):
             target = folder / f"model-{number:05d}-of-{len(pieces):05d}.safetensors"
-            _write(piece, target, factors, dtype)
-            shutil.copymode(folder / "config.json", target)  # safetensors leaves it readable by its owner alone
+            if piece.whole:
+                bring(piece.source, target, fixed=fixed, copy=copy)
+            else:
+                _write(piece, target, factors, dtype)
+            if target.stat().st_nlink == 1:
+                shutil.copymode(folder / "config.json", target)  # safetensors leaves it readable by its owner alone
             weight_map |= dict.fromkeys(piece.names, target.name)
             total += sum(header.end - header.start for header in read_header(target).values())
             advance(1)
@@ -74,9 +82,6 @@ def _groups(sizes: dict[str, int], limit: int) -> Iterator[tuple[str, ...]]:
 
 
 def _write(piece: Piece, target: Path, factors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> None:
-    if piece.whole:
-        shutil.copyfile(piece.source, target)
-        return
     if piece.source is None:
         tensors = {name: factors[name] for name in piece.names}
     else:

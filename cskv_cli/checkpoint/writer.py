@@ -14,6 +14,7 @@ from cskv_cli.checkpoint.classes import cskv_class, reads_images
 from cskv_cli.checkpoint.convert import add_legacy_keys
 from cskv_cli.checkpoint.layers import in_memory, kv_projections, load_by_layer
 from cskv_cli.checkpoint.shards import write_shards
+from cskv_cli.checkpoint.sharing import is_fixed
 from cskv_cli.checkpoint.weights import INDEX_NAME
 from cskv_cli.errors import CskvError
 from cskv_cli.layout import Layout
@@ -40,13 +41,16 @@ def write_checkpoint(
     shard_bytes: int,
     offload: str,
     progress: Progress,
+    *,
+    copy: bool = False,
 ) -> None:
     """Fill `folder` with everything but the model card.
 
     Args:
-        dtype: precision of the exported weights; the base's shards are copied byte for byte if it is theirs.
+        dtype: precision of the exported weights; the base's shards are taken over byte for byte if it is theirs.
         shard_bytes: largest shard; larger ones of the base are cut up.
         offload: an empty folder to work in.
+        copy: share no file with the base (see `sharing`).
     """
     config = config_json(base, layout, dtype)
     write_json(folder / "config.json", config)
@@ -55,7 +59,7 @@ def write_checkpoint(
         shutil.copyfile(path, folder / path.name)
     tensors = _factor_tensors(base, layout, factors_folder, dtype, offload)
     conversion = None if str(dtype).removeprefix("torch.") == base.dtype else dtype
-    write_shards(folder, base.shards, tensors, conversion, shard_bytes, progress)
+    write_shards(folder, base.shards, tensors, conversion, shard_bytes, progress, fixed=is_fixed(base), copy=copy)
 
 
 def config_json(base: BaseModel, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:

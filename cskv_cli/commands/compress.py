@@ -24,7 +24,7 @@ from cskv_cli.config import (
 from cskv_cli.console import Console
 from cskv_cli.launch import is_main
 from cskv_cli.layout import bits_span, span
-from cskv_cli.options import DEFAULT_RUN, ModelArgument, RevisionOption, RunOption, Settings, verb
+from cskv_cli.options import DEFAULT_RUN, ModelArgument, RevisionOption, RunOption, Settings, TrustOption, verb
 from cskv_cli.run import Run
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ ExportDtypeOption = Annotated[
 ]
 SHARD_HELP = ExportConfig.model_fields["max_shard_size"].description
 ShardOption = Annotated[str | None, typer.Option("--max-shard-size", help=SHARD_HELP, show_default="5GB")]
+COPY_HELP = ExportConfig.model_fields["copy_shards"].description
+CopyOption = Annotated[bool | None, typer.Option("--copy/--no-copy", help=COPY_HELP, show_default="no-copy")]
 DryOption = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
 
 
@@ -65,6 +67,7 @@ def compress(
     console: Console,
     model: ModelArgument = None,
     revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
     recipe: RecipeOption = None,
     out: OutOption = None,
     finetune: FinetuneOption = None,
@@ -72,6 +75,7 @@ def compress(
     qat: QatOption = False,
     export_dtype: ExportDtypeOption = None,
     max_shard_size: ShardOption = None,
+    copy: CopyOption = None,
     dry_run: DryOption = False,
     run: RunOption = DEFAULT_RUN,
 ) -> None:
@@ -83,7 +87,7 @@ def compress(
     from cskv_cli.checkpoint.weights import require_disk
     from cskv_cli.pipeline import Pipeline
 
-    exported = {"dtype": export_dtype, "max_shard_size": max_shard_size}
+    exported = {"dtype": export_dtype, "max_shard_size": max_shard_size, "copy_shards": copy}
     settings["export"] = {name: value for name, value in exported.items() if value is not None}
     settings["quantize"] = bits_settings(bits, settings["quantize"])
     _training_settings(finetune, qat, settings)
@@ -96,7 +100,7 @@ def compress(
     push = PushConfig(**settings["push"])
     with here.lock():
         remote = None if push.push is None or not is_main() else Target(push, here, model, dry=dry_run)
-        pipeline = Pipeline(here, model, revision, settings, console)
+        pipeline = Pipeline(here, model, revision, settings, console, dry=dry_run, trust_code=trust_remote_code)
         wants = {
             "finetune": finetune != "none" and _wanted("finetune", settings["finetune"], here),
             "quantize": bits != UNQUANTIZED and _wanted("quantize", settings["quantize"], here),
@@ -223,7 +227,7 @@ def _what(plan: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _show_plan(plan: dict[str, Any], console: Console) -> None:
-    size = plan["cache_bytes_per_token"]
+    size, layer = plan["cache_bytes_per_token"], plan["layer"]
     console.table(
         f"Plan for {plan['base_model']}",
         ("", ""),
@@ -234,7 +238,12 @@ def _show_plan(plan: dict[str, Any], console: Console) -> None:
             ("cache bytes per token", f"{size['base']:,} -> {size['cskv']:,.0f}"),
             ("factor parameters", f"{plan['factor_parameters']:,}"),
             ("disk", f"{plan['disk_bytes'] / 1e9:.2f} GB, {plan['free_bytes'] / 1e9:.1f} GB free"),
-            ("memory", f"{plan['memory_bytes'] / 1e9:.2f} GB"),
+            ("memory", f"{plan['memory_bytes'] / 1e9:.2f} GB beyond an idle process"),
+            (
+                "a layer",
+                f"{layer['memory_bytes'] / 1e9:.2f} GB of memory, {layer['disk_bytes'] / 1e9:.2f} GB of disk, about "
+                f"{layer['seconds']:.1f} s of calibration",
+            ),
         ],
         texts=2,
     )

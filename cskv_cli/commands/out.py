@@ -28,22 +28,36 @@ class Out:
             raise CskvError(f"cannot make {self.path.parent}: {error.strerror}", "name another --out") from error
 
     def deliver(self) -> None:
-        """Copy the export; the copy is there whole or not at all."""
+        """Copy the export; the copy is there whole or not at all (in a folder that was there, with config.json)."""
         if self._is_export():
             return
+        from cskv_cli.checkpoint.sharing import bring
+
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         try:
-            shutil.copytree(self.run.folder("export"), temporary, ignore=shutil.ignore_patterns(MANIFEST))
-            if self._replaceable:
-                shutil.rmtree(self.path)
-            elif self.path.exists():
-                self.path.rmdir()
-            temporary.rename(self.path)
+            shutil.copytree(
+                self.run.folder("export"),
+                temporary,
+                ignore=shutil.ignore_patterns(MANIFEST),
+                copy_function=bring,
+            )
+            if self.path.exists():
+                self._fill(temporary)
+            else:
+                temporary.rename(self.path)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             hint = f"the checkpoint is in {self.run.folder('export')}"
             raise CskvError(f"cannot copy to {self.path}: {error}", hint) from error
+
+    def _fill(self, source: Path) -> None:
+        """Move the files into the folder that is there: it may be the shell's own. config.json comes last."""
+        for old in self.path.iterdir():
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        for path in sorted(source.iterdir(), key=lambda path: path.name == "config.json"):
+            path.rename(self.path / path.name)
+        source.rmdir()
 
     def _is_empty(self) -> bool:
         return self.path.is_dir() and not any(self.path.iterdir())

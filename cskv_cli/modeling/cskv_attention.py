@@ -31,10 +31,15 @@ class CSKVAttention:
         cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
         layer = cache.layers[self.layer_idx] if isinstance(cache, CSKVCache) else None
         if isinstance(layer, CSKVLayer):
-            step = next_step(self, layer, hidden_states, args, kwargs)
-            layer.stage(self, (self.k_down(hidden_states), self.v_down(hidden_states)), kwargs, step)
-            if step is not None:
-                return run_step(step, self, hidden_states, *args, **kwargs)
+            return self._forward_with_latents(layer, hidden_states, *args, **kwargs)
+        return super().forward(hidden_states, *args, **kwargs)
+
+    @torch.compiler.disable  # its shapes are others with every token; the rest of the model can be compiled
+    def _forward_with_latents(self, layer: CSKVLayer, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        step = next_step(self, layer, hidden_states, args, kwargs)
+        layer.stage(self, (self.k_down(hidden_states), self.v_down(hidden_states)), kwargs, step)
+        if step is not None:
+            return run_step(step, self, hidden_states, *args, **kwargs)
         return super().forward(hidden_states, *args, **kwargs)
 
     def rebuild_keys(self, latents: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from typing import Any
 
 import transformers
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig
+from transformers.utils import logging
 
 from .cskv_attention import compress
 from .cskv_cache import CSKVCache
@@ -25,7 +27,7 @@ from .cskv_layer import CSKVLayer
 from .cskv_positions import RotaryHistory
 from .cskv_quantizer import Quantizer
 from .cskv_rotation import Turn
-from .cskv_structure import Decoder, find_attention, find_decoder
+from .cskv_structure import FUSED, Decoder, attentions, find_attention, find_decoder
 from .cskv_triton import usable
 
 # Every file of this model is imported here: transformers 4.57 takes along only those that it finds in this one.
@@ -42,6 +44,10 @@ __all__ = [
     "Turn",
     "usable",
 ]
+
+TESTED = "4.57.6", "5.24"  # the oldest and the newest transformers that this model was tested under
+
+LOGGER = logging.get_logger("transformers.cskv")  # one for all checkpoints that bring this file
 
 # transformers 5.24 renamed the argument
 CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
@@ -86,7 +92,7 @@ class CSKVForCausalLM:
         Raises:
             ValueError: it is no `CSKVCache`, or has a layer of a kind that a file cannot hold.
         """
-        write_cache(path, cache, describe(self.config, self._attentions()))
+        write_cache(path, cache, describe(self.config, attentions(self)))
 
     def load_cache(self, path: str | os.PathLike) -> CSKVCache:
         """The cache in a file of `save_cache`: this model goes on from it as it would have then.
@@ -94,21 +100,29 @@ class CSKVForCausalLM:
         Raises:
             ValueError: the file is damaged, no prompt cache, or one of another model or other settings.
         """
-        return read_cache(path, self.config, self._attentions())
-
-    def _attentions(self) -> list[nn.Module]:
-        return [layer.self_attn for layer in self.model.layers]
+        return read_cache(path, self.config, attentions(self))
 
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Give a forward that asks for a cache, and brings none, ours instead of the base model's."""
         wanted = kwargs.get("use_cache")
         if kwargs.get(CACHE) is None and (model.config.use_cache if wanted is None else wanted):
-            kwargs[CACHE] = CSKVCache(self.config)
+            kwargs[CACHE] = self._new_cache()
         if isinstance(kwargs.get(CACHE), CSKVCache):
-            attentions = kwargs.get("output_attentions")
-            whole = self.config.output_attentions if attentions is None else attentions
+            asked = kwargs.get("output_attentions")
+            whole = self.config.output_attentions if asked is None else asked
             kwargs[CACHE].begin(model, kwargs.get("attention_mask"), whole=bool(whole))
         return args, kwargs
+
+    def _new_cache(self, **kwargs: Any) -> CSKVCache:
+        """A cache, and a word of warning where an adapter (PEFT) changes keys or values that latents stand for."""
+        for attention in attentions(self):
+            for name in ("k_proj", "v_proj", *FUSED):
+                if hasattr(attention, "k_down") and hasattr(getattr(attention, name, None), "base_layer"):
+                    LOGGER.warning_once(
+                        f"An adapter changes {name}, and the CSKV cache rebuilds what it holds of old tokens without "
+                        "it: adapt queries, outputs or the MLP, or merge the adapter into the base before compressing."
+                    )
+        return CSKVCache(self.config, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
@@ -118,7 +132,7 @@ class CSKVForCausalLM:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
         cache = model_kwargs.get(CACHE)
         if given is None and type(cache) is DynamicCache:
-            cache = model_kwargs[CACHE] = CSKVCache(self.config, offloading=cache.offloading)
+            cache = model_kwargs[CACHE] = self._new_cache(offloading=cache.offloading)
         if isinstance(cache, CSKVCache):
             is_assistant = getattr(generation_config, "is_assistant", False)
             cache.record_past_for_generate(is_assistant or generation_mode.value == "assisted_generation")
@@ -127,6 +141,16 @@ class CSKVForCausalLM:
 def _end(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     if isinstance(kwargs.get(CACHE), CSKVCache):
         kwargs[CACHE].end()
+
+
+def _warn_if_untested(version: str) -> None:
+    """Once in a process, however many checkpoints bring this file."""
+    oldest, newest, given = (tuple(map(int, re.findall(r"\d+", v)[:3])) for v in (*TESTED, version))
+    if given < oldest or given[: len(newest)] > newest:
+        LOGGER.warning_once(
+            f"This CSKV model was tested under transformers {TESTED[0]} to {TESTED[1]}, not under {version}: compare a "
+            "few answers with those of the base model."
+        )
 
 
 def __getattr__(name: str) -> type:
@@ -150,3 +174,6 @@ def _rename_as(base: type, name: str) -> None:
         return
     if (renamings := get_checkpoint_conversion_mapping(base.__name__)) is not None:
         register_checkpoint_conversion_mapping(name, renamings, overwrite=True)
+
+
+_warn_if_untested(transformers.__version__)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from cskv_cli.checkpoint.base import BaseModel, resolve_base
+from cskv_cli.checkpoint.probe import check_supported
 from cskv_cli.checkpoint.weights import check_finite
 from cskv_cli.config import StageConfig
 from cskv_cli.errors import CskvError
@@ -13,14 +14,25 @@ from cskv_cli.run import STAGES, Manifest, Run
 
 
 class BaseConfig(StageConfig):
-    """Which model: its Hub id or absolute path, and for a Hub model the commit."""
+    """Which model: its Hub id or absolute path, for a Hub model the commit, and whether its code may be run."""
 
     source: str
     revision: str | None
+    trust_code: bool = False
 
 
-def open_base(run: Run, model: str | None, revision: str | None, progress: Progress) -> tuple[BaseModel, Manifest]:
+def open_base(
+    run: Run,
+    model: str | None,
+    revision: str | None,
+    progress: Progress,
+    *,
+    dry: bool = False,
+    trust_code: bool = False,
+) -> tuple[BaseModel, Manifest | None]:
     """The run's base model; a model given for the first time is checked and remembered.
+
+    With `dry` it is not remembered, and no weight of it is read; there may be no manifest then.
 
     Raises:
         CskvError: no model is given or remembered; it cannot be compressed; it is another one than the run's, or has
@@ -39,11 +51,16 @@ def open_base(run: Run, model: str | None, revision: str | None, progress: Progr
         )
     if known is not None and revision is None:
         revision = known.config["revision"]
-    base = resolve_base(source, revision=revision, work_dir=run.path / "converted")
+    trust_code = trust_code or (known is not None and known.config.get("trust_code", False))
+    base = resolve_base(source, revision=revision, work_dir=run.path / "converted", trust_code=trust_code)
+    if dry:
+        check_supported(base.folder)
+        return base, known
     if known is not None:
         check_unchanged(run, base)
         return base, known
-    return base, _remember(run, base, source, _fingerprint(run, base), progress)
+    config = BaseConfig(source=source, revision=base.revision, trust_code=trust_code)
+    return base, _remember(run, base, config, _fingerprint(run, base), progress)
 
 
 def check_unchanged(run: Run, base: BaseModel) -> None:
@@ -52,13 +69,10 @@ def check_unchanged(run: Run, base: BaseModel) -> None:
         raise CskvError(f"{base.source} has changed since {run.path} was begun", "start a new one with --run DIR")
 
 
-def _remember(run: Run, base: BaseModel, source: str, weights: str, progress: Progress) -> Manifest:
-    from cskv_cli.checkpoint.probe import check_supported
-
+def _remember(run: Run, base: BaseModel, config: BaseConfig, weights: str, progress: Progress) -> Manifest:
     check_supported(base.folder)
     with progress.task("check weights", base.parameter_bytes, "bytes") as advance:
         check_finite(base.shards, advance)
-    config = BaseConfig(source=source, revision=base.revision)
     report = dict(kind=base.kind, model_type=base.config["model_type"], dtype=base.dtype, bytes=base.parameter_bytes)
     partial = run.partial("base", {"weights": weights})
     partial.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from cskv_cli.checkpoint.card import PLACEHOLDER, Origin, card_text, shown_name,
 from cskv_cli.checkpoint.classes import empty_base
 from cskv_cli.checkpoint.load import load_tokenizer, shape_of
 from cskv_cli.checkpoint.probe import check_supported
+from cskv_cli.checkpoint.sharing import is_linked
 from cskv_cli.checkpoint.weights import require_disk
 from cskv_cli.checkpoint.writer import write_checkpoint
 from cskv_cli.config import ExportConfig, parse_size
@@ -37,15 +38,15 @@ def export(
     folder = run.folder(source)
     layout = load_layout(folder)
     dtype = _dtype(base, config)
-    needed = base.parameter_bytes * dtype.itemsize // getattr(torch, base.dtype).itemsize
-    needed += sum(path.stat().st_size for path in folder.iterdir())
+    needed = weight_bytes(base, config, run.path) + sum(path.stat().st_size for path in folder.iterdir())
     require_disk(run.path, needed, "the exported checkpoint")
     check_supported(base.folder)
     partial = run.partial("export", {"config": config.model_dump(mode="json"), "inputs": inputs})
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     with run.offload() as offload:
-        write_checkpoint(partial, base, layout, folder, dtype, parse_size(config.max_shard_size), offload, progress)
+        limit = parse_size(config.max_shard_size)
+        write_checkpoint(partial, base, layout, folder, dtype, limit, offload, progress, copy=config.copy_shards)
     report = describe(base, layout, dtype, run.manifest("init").report["relative_error"])
     report["trained"] = {"finetune", "qat"} & _lineage(run, source).keys() != set()
     write_card(partial, card_text(base, layout, report, origin(run, base, config, source)))
@@ -74,7 +75,7 @@ def origin(
 ) -> Origin:
     """The recipe of an export, without the folders of this machine."""
     settings = _lineage(run, source)
-    settings["export"] = config.model_dump(mode="json", exclude={"factors"})
+    settings["export"] = config.model_dump(mode="json", exclude={"factors", "copy_shards"})
     qat = settings.pop("qat", None)
     readers = [part for part in (settings["calibrate"], *map(settings.get, ("search", "finetune")), qat) if part]
     texts = list(dict.fromkeys(text for part in readers for text in part["data"]))
@@ -115,6 +116,15 @@ def _is_hub(text: str) -> bool:
 def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
     kept = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in values.items()}
     return {key: value for key, value in kept.items() if value not in (None, [], {})}
+
+
+def weight_bytes(base: BaseModel, config: ExportConfig, place: Path) -> int:
+    """Bytes that the base's weights take on the disk in an export under `place`; clones count as copies."""
+    dtype, limit = _dtype(base, config), parse_size(config.max_shard_size)
+    if dtype != getattr(torch, base.dtype):
+        return base.parameter_bytes * dtype.itemsize // getattr(torch, base.dtype).itemsize
+    linked = not config.copy_shards and is_linked(base, place)
+    return sum(size for path in base.shards if (size := path.stat().st_size) > limit or not linked)
 
 
 def _dtype(base: BaseModel, config: ExportConfig) -> torch.dtype:

@@ -8,15 +8,16 @@ from transformers import AutoConfig, PretrainedConfig
 
 from cskv_cli.allocation import read_allocation
 from cskv_cli.checkpoint.base import BaseModel
-from cskv_cli.checkpoint.classes import hidden_size, layer_count
+from cskv_cli.checkpoint.classes import empty_base, hidden_size, layer_count
 from cskv_cli.checkpoint.layers import compressible_layers
 from cskv_cli.checkpoint.weights import free_bytes
 from cskv_cli.config import CalibrateConfig, ExportConfig, FinetuneConfig, InitConfig, QuantizeConfig, SearchConfig
-from cskv_cli.devices import fast_dtype, pick_device
+from cskv_cli.devices import fast_dtype, multiply_adds_per_second, pick_device
 from cskv_cli.layout import Layout, unquantized
 from cskv_cli.memory import Shape, base_bytes, bytes_per_token
+from cskv_cli.modeling.cskv_structure import find_decoder
 from cskv_cli.run import Run
-from cskv_cli.stages.export import base_shape
+from cskv_cli.stages.export import base_shape, weight_bytes
 from cskv_cli.stages.init import layout_for
 from cskv_cli.stages.quantize import quantized_layout
 from cskv_cli.stages.search import check_budget, frame_of
@@ -36,8 +37,10 @@ def make_plan(
     """Ranks, bytes of cache per token, factor parameters, and the disk and memory needed.
 
     Disk is the run directory's share: statistics, factors in float32 (with their training's state) and the exported
-    checkpoint. Memory is that of the largest step: calibration, with one decoder layer and the hidden states of all
-    windows, or training, with the whole model.
+    checkpoint. Memory is that of the largest step, beyond an idle process: calibration, with one decoder layer and the
+    hidden states of all windows (or the whole model while it writes text); factorization; or training, with the whole
+    model. `layer` is what one more layer takes of each; its seconds are those of calibration, by a matrix product that
+    is tried here. No weight is read: all comes from config.json and the headers of the shards.
 
     Args:
         search: a search that is to be made; ranks and bits are then not known yet, and the factors counted are those
@@ -63,10 +66,23 @@ def make_plan(
     columns = hidden + shape.channels // layout.head_groups
     factors = sum(rank or 0 for rank in layout.rank_k + layout.rank_v) * columns
     statistics = len(layers) * hidden * hidden * 4
-    weights = base.parameter_bytes // stored.itemsize * dtype.itemsize
-    states = calibrate.samples * calibrate.seq_len * hidden * compute.itemsize
+    weights = weight_bytes(base, export, run.path)
+    tokens = calibrate.samples * calibrate.seq_len
     parameters = base.parameter_bytes // stored.itemsize
-    layer = parameters * compute.itemsize // count
+    in_layer = _layer_parameters(config)
+    outer = config.get_text_config(decoder=True).vocab_size * hidden  # the embeddings, in memory all the time
+    layer = {
+        "memory_bytes": in_layer * compute.itemsize + 3 * hidden * hidden * 8,
+        "disk_bytes": (statistics + factors * (4 + dtype.itemsize)) // len(layers),
+        "seconds": tokens
+        * (in_layer + hidden * hidden)
+        / multiply_adds_per_second(pick_device(calibrate.device), compute),
+    }
+    calibration = outer * compute.itemsize + tokens * hidden * compute.itemsize + layer["memory_bytes"]
+    data = list(calibrate.data) or ["self", "builtin"]
+    if any(text.split("@")[0] == "self" for text in data):
+        calibration = max(calibration, parameters * compute.itemsize)
+    factorization = outer * 4 + max(5 * hidden * hidden * 8, factors * dtype.itemsize)
     trainings = [t for t in (finetune, quantize and quantize.qat) if t is not None]
     training = max(
         (_training_bytes(t, config.get_text_config(decoder=True), parameters, factors) for t in trainings), default=0
@@ -76,7 +92,7 @@ def make_plan(
         size = check_budget(frame_of(base, search), search) * shape.dtype_bytes / 2 / search.tokens
     return {
         "base_model": base.source,
-        "data": list(calibrate.data) or ["self", "builtin"],
+        "data": data,
         "samples": calibrate.samples,
         "seq_len": calibrate.seq_len,
         "rank_k": layout.rank_k,
@@ -93,8 +109,15 @@ def make_plan(
         "training": [{"objective": t.objective, "steps": t.steps, "seq_len": t.seq_len} for t in trainings],
         "disk_bytes": weights + factors * (4 + dtype.itemsize + 20 * len(trainings)) + statistics,
         "free_bytes": free_bytes(run.path),
-        "memory_bytes": max(states + layer + 3 * hidden * hidden * 8, training),
+        "memory_bytes": max(calibration, factorization, training),
+        "layer": layer,
     }
+
+
+def _layer_parameters(config: PretrainedConfig) -> int:
+    """Of the largest decoder layer."""
+    layers = find_decoder(empty_base(config)).layers
+    return max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
 
 
 def _layout(

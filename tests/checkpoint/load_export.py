@@ -1,6 +1,7 @@
-"""Run in an interpreter of its own, with torch and transformers only: loads a checkpoint and prints what it answers.
+"""Run in an interpreter of its own, with torch and transformers only: loads checkpoints and prints what they answer.
 
-Arguments: folder, whether to trust remote code (1 or 0), prompts as JSON lists of ids, the pad id.
+The argument is JSON: `prompts` as lists of ids, the id to `pad` with, and `models`: name -> `folder`, whether to
+`trust` its code, and where to `save` it again, if at all.
 """
 
 import json
@@ -13,40 +14,43 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-folder, trust, prompts, pad = sys.argv[1], sys.argv[2] == "1", json.loads(sys.argv[3]), int(sys.argv[4])
+NEW = 12
+task = json.loads(sys.argv[1])
+prompts, pad = task["prompts"], task["pad"]
 torch.set_num_threads(1)
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust).float().eval()
 width = max(map(len, prompts))
 ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
 mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-settings = dict(max_new_tokens=12, do_sample=False, return_dict_in_generate=True, pad_token_id=pad)
-CACHE = (
-    "cache"
-    if hasattr(model.generate(ids, max_new_tokens=1, return_dict_in_generate=True), "cache")
-    else "past_key_values"
-)
+settings = dict(max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, pad_token_id=pad)
 
-greedy = model.generate(ids, attention_mask=mask, output_logits=True, **settings)
-beams = model.generate(ids, attention_mask=mask, num_beams=3, **settings)
-turn = torch.cat([greedy.sequences, ids.flip(1)], dim=1)
-both = torch.cat([mask, torch.ones(len(ids), turn.shape[1] - width, dtype=torch.long)], dim=1)
-second = model.generate(turn, attention_mask=both, **{CACHE: greedy[CACHE]}, **settings)
-again = None
-if len(sys.argv) > 5:
-    model.save_pretrained(sys.argv[5])
-    reloaded = AutoModelForCausalLM.from_pretrained(sys.argv[5], trust_remote_code=trust).float().eval()
-    again = reloaded.generate(ids, attention_mask=mask, **settings).sequences.tolist()
-print(
-    json.dumps(
-        {
-            "transformers": transformers.__version__,
-            "class": type(model).__name__,
-            "cache": type(greedy[CACHE]).__name__,
-            "greedy": greedy.sequences[:, width:].tolist(),
-            "logits": torch.stack(greedy.logits).double().sum(-1).tolist(),
-            "beams": beams.sequences[:, width:].tolist(),
-            "second": second.sequences[:, turn.shape[1] :].tolist(),
-            "again": [row[width:] for row in again] if again else None,
-        }
-    )
-)
+
+def load(folder, trust):
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust).float().eval()
+
+
+def answers(folder, trust, save=None):
+    model = load(folder, trust)
+    greedy = model.generate(ids, attention_mask=mask, output_logits=True, **settings)
+    cache = "cache" if "cache" in greedy else "past_key_values"
+    beams = model.generate(ids, attention_mask=mask, num_beams=3, **settings)
+    turn = torch.cat([greedy.sequences, ids.flip(1)], dim=1)
+    both = torch.cat([mask, torch.ones(len(ids), turn.shape[1] - width, dtype=torch.long)], dim=1)
+    kind = type(greedy[cache]).__name__
+    second = model.generate(turn, attention_mask=both, **{cache: greedy[cache]}, **settings)
+    found = {
+        "class": type(model).__name__,
+        "cache": kind,
+        "greedy": greedy.sequences[:, width:].tolist(),
+        "logits": torch.stack(greedy.logits, dim=1)[..., :100].tolist(),  # all of a tiny model's
+        "beams": beams.sequences[:, width:].tolist(),
+        "second": second.sequences[:, turn.shape[1] :].tolist(),
+    }
+    if save is not None:
+        model.save_pretrained(save)
+        again = load(save, trust).generate(ids, attention_mask=mask, **settings).sequences
+        found["again"] = again[:, width:].tolist()
+    return found
+
+
+found = {name: answers(**model) for name, model in task["models"].items()}
+print(json.dumps({"transformers": transformers.__version__, "models": found}))
