@@ -25,9 +25,10 @@ def test_full_rank_answers_as_the_base_in_both_versions(family, tmp_path, tokeni
     compress(tmp_path, "--rank-k", rank, "--rank-v", rank, "--window", 4, "--sinks", 2)
     exported = dict(folder=tmp_path / "run" / "export", trust=True)
     plain = dict(folder=tmp_path / "base", trust=False)
-    newest = answers(NEWEST, tmp_path / "modules", base=plain, ours=exported)
+    newest = answers(NEWEST, tmp_path / "modules", base=plain, ours=exported | {"save": tmp_path / "again"})
     oldest = answers(OLDER[0], tmp_path / "modules-oldest", ours=exported)
     base = newest["base"]
+    assert newest["ours"]["again"] == newest["ours"]["greedy"]
     for ours in (newest["ours"], oldest["ours"]):
         assert (ours["class"], ours["cache"]) == (f"CSKV{base['class']}", "CSKVCache")
         for what in ("greedy", "beams", "second"):

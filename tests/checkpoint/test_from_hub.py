@@ -90,7 +90,7 @@ def test_a_base_model_by_name_and_revision(tiny, hub):
     report = cskv("compress", "org/base", "--revision", "v1", "--run", tiny / "run", *data, *FLAGS)
     assert report["base_model"] == "org/base"
     base = json.loads((tiny / "run" / "base" / "manifest.json").read_text())
-    assert base["config"] == {"source": "org/base", "revision": wanted}
+    assert base["config"] == {"source": "org/base", "revision": wanted, "trust_code": False}
     cskv("compress", tiny / "base", "--run", tiny / "local", *data, *FLAGS)
     ours, theirs = digests(tiny / "run" / "export"), digests(tiny / "local" / "export")
     assert {name for name in ours if ours[name] != theirs[name]} == {"README.md", "manifest.json"}
