@@ -118,6 +118,7 @@ class Subject:
 
     def filled(self, batch: int) -> Cache:
         """A cache that holds `context` random tokens, the same in each row."""
+        free()
         model, dtype = self.model, self.model.dtype
         keys, values = (torch.randn(self.states, device=self.device, dtype=dtype) for _ in range(2))
         if self.way.cache == "cskv":
@@ -189,8 +190,6 @@ def fits(subject: Subject, batch: int, memory: int | None) -> bool:
         subject.decode(cache, batch, 2)
     except torch.OutOfMemoryError:
         return False
-    finally:
-        free()
     if memory is None:
         return True
     weights = sum(p.numel() * p.element_size() for p in subject.model.parameters())
@@ -271,7 +270,6 @@ def run(options: argparse.Namespace, report: Report, machine: Machine, deadline:
                     report.row(measure(subject, batch, options.new_tokens, machine, dims))
             except (torch.OutOfMemoryError, RuntimeError, ImportError, ValueError) as error:
                 report.skip(what, f"{type(error).__name__}: {str(error).splitlines()[0]}")
-            free()
             longest = max(longest, time.monotonic() - began)
         del subject
         free()
