@@ -83,10 +83,11 @@ def test_a_recorded_past_stays_recorded(setting, path):
     mask = torch.cat([MASK[:, :PROMPT], torch.ones(3, 20, dtype=torch.long)], dim=1)
     cache = filled(model)
     cache.record_past_for_generate(True)
-    decode(model, other, [4, 5], cache, mask)
+    decode(model, other[:, :4], [4], cache, mask)
     model.save_cache(cache, path)
     loaded, logits = model.load_cache(path), []
     for each in (cache, loaded):
+        decode(model, other[:, 4:], [1] * 5, each, mask)
         each.crop(-8)
         each.record_past_for_generate(False)
         assert not any(layer.record_past for layer in each.layers)
