@@ -38,9 +38,10 @@ def make_plan(
 
     Disk is the run directory's share: statistics, factors in float32 (with their training's state) and the exported
     checkpoint. Memory is that of the largest step, beyond an idle process: calibration, with one decoder layer and the
-    hidden states of all windows (or the whole model while it writes text); factorization; or training, with the whole
-    model. `layer` is what one more layer takes of each; its seconds are those of calibration, by a matrix product that
-    is tried here. No weight is read: all comes from config.json and the headers of the shards.
+    hidden states of all windows (or the whole model while it writes text); factorization or export, with all factors;
+    or training, with the whole model. `layer` is what one more layer takes of each; its seconds are those of
+    calibration, by a matrix product that is tried here. No weight is read: all comes from config.json and the headers
+    of the shards.
 
     Args:
         search: a search that is to be made; ranks and bits are then not known yet, and the factors counted are those
@@ -82,7 +83,7 @@ def make_plan(
     data = list(calibrate.data) or ["self", "builtin"]
     if any(text.split("@")[0] == "self" for text in data):
         calibration = max(calibration, parameters * compute.itemsize)
-    factorization = outer * 4 + max(5 * hidden * hidden * 8, factors * dtype.itemsize)
+    factorization = outer * 4 + max(5 * hidden * hidden * 8, factors * (4 + dtype.itemsize))
     trainings = [t for t in (finetune, quantize and quantize.qat) if t is not None]
     training = max(
         (_training_bytes(t, config.get_text_config(decoder=True), parameters, factors) for t in trainings), default=0
