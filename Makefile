@@ -14,7 +14,7 @@ demo: .venv/installed $(GGUF)
 	$(BIN)/python -m benchmarks.answer demo-run/export "What is the capital of France, and what is it known for?"
 
 test: .venv/installed $(GGUF) $(OVERLAYS)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

@@ -45,7 +45,8 @@ def file_documents(path: Path, column: str) -> Iterator[str]:
 def folder_documents(folder: Path, column: str, shuffle: int | None) -> Iterator[str]:
     """Yield the documents of all files below a folder, by sorted path or, given a seed, in a random order.
 
-    Hidden files and folders, and binary files other than parquet and gzip, are left out.
+    Hidden files and folders, binary files other than parquet and gzip, and .json that is not lines of objects are left
+    out.
     """
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_hidden(path, folder)]
     if shuffle is not None:
@@ -72,10 +73,22 @@ def _is_hidden(path: Path, folder: Path) -> bool:
 
 
 def _is_foreign(path: Path) -> bool:
+    """Whether it is left out where it was not named itself: binary, or JSON that is no lines of objects."""
+    if path.suffix == ".json":
+        return not _begins_with_a_row(path)
     if path.suffix == ".gz" or has_rows(path):
         return False
     with _readable(path), path.open("rb") as file:
         return b"\0" in file.read(8192)
+
+
+def _begins_with_a_row(path: Path) -> bool:
+    with _readable(path), path.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+    try:
+        return isinstance(json.loads(first), dict)
+    except ValueError:
+        return False
 
 
 def _open(path: Path) -> IO[bytes]:

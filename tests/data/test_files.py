@@ -1,6 +1,7 @@
 import gzip
 import json
 import random
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -111,3 +112,18 @@ def test_errors_name_the_place(tmp_path, name, data, message):
         read(tmp_path / name)
     assert caught.value.hint
     assert "\n" not in caught.value.message
+
+
+def test_folder_leaves_out_json_that_is_no_lines(tmp_path):
+    row = json.dumps({"text": "a row"})
+    files = {"a.json": row, "b.json": json.dumps({"$schema": {}, "type": "object"}, indent=2), "c.json": '["x"]\n'}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert list(read_documents(parse_source(str(tmp_path)))) == ["a row"]
+    with pytest.raises(CskvError, match=r"b\.json line 1 is not JSON"):  # named itself it is read, or refused
+        list(read_documents(parse_source(str(tmp_path / "b.json"))))
+
+
+def test_the_documentation_of_this_project_is_a_folder_of_text():  # `make demo` scores it
+    documents = list(read_documents(parse_source(str(Path(__file__).parents[2] / "docs"))))
+    assert len(documents) > 10 and not any(document.startswith("{") for document in documents)
