@@ -193,6 +193,8 @@ def next_step(
     rotation, mask = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
     if mask is not None and not _is_of_one_row(mask, layer.get_seq_length() + 1):
         return None
+    if not all(_is_bare(up) for up in (attention.k_up, attention.v_up)):
+        return None
     given = attention.config._attn_implementation, *(name for name, value in kwargs.items() if value is not None)
     known = vars(attention).setdefault("known_calls", {})
     if given not in known:
@@ -206,9 +208,13 @@ def _is_of_one_row(mask: Any, total: int) -> bool:
     return mask.dim() == 2 or mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1
 
 
+def _is_bare(up: nn.Module) -> bool:
+    """Whether its weight may be read without a call: no adapter (PEFT), no hook that brings it from elsewhere."""
+    return type(up) in (nn.Linear, GroupedUp) and not hasattr(up, "_hf_hook")
+
+
 def _is_known(attention: CSKVAttention, hidden_states: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
-    projections = attention.k_up, attention.v_up
-    if any(type(up) not in (nn.Linear, GroupedUp) or hasattr(up, "_hf_hook") for up in projections) or attention.clips:
+    if attention.clips:
         return False
     if "ALL_ATTENTION_FUNCTIONS" not in _code(attention.base.forward)[1]:  # Bloom, Falcon and MPT attend by themselves
         return False

@@ -265,7 +265,6 @@ def test_hooked_projections_are_called(steps):
     decode(model, tokens(1, LENGTH), SIZES)
     steps.clear()
     for layer in model.model.layers:
-        vars(layer.self_attn).pop("known_calls", None)
         layer.self_attn.v_up._hf_hook = object()
         layer.self_attn.v_up.register_forward_hook(lambda *args: calls.append(1))
     decode(model, tokens(1, LENGTH), SIZES)
