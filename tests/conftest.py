@@ -1,6 +1,7 @@
 """Shared fixtures: a tiny base model on disk, a tokenizer, and the real model where it is there."""
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU
@@ -51,3 +52,14 @@ def tiny(tmp_path, tokenizer, text) -> Path:
     """A folder with a tiny Llama in `base`, its tokenizer, and `text.txt` beside it."""
     write_tiny(tmp_path, tokenizer, text)
     return tmp_path
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch) -> Path:
+    """Where this process copies the code of checkpoints to, instead of the user's cache, for one test."""
+    folder = tmp_path / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield folder
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        del sys.modules[name]  # the next test's lie elsewhere

@@ -158,8 +158,8 @@ DBRX and JetMoe are refused there when they are loaded, Qwen2-VL and Qwen2.5-VL 
 A multimodal model is exported whole, with its towers as they are; calibration reads text. `AutoModelForCausalLM` and
 `AutoModelForImageTextToText` load the export.
 
-A base that brings its own code (`auto_map`) is refused unless `--trust-remote-code` is given. Its code is then run once,
-and it is taken if transformers' own class of that architecture gives the same logits on the same random weights.
+A base that brings its own code (`auto_map`) is refused unless `--trust-remote-code` is given. Its code then runs once,
+and the base is taken if transformers' own class of that type gives the same logits on the same random weights.
 
 ## Models that are refused
 

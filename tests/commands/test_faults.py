@@ -176,8 +176,8 @@ def test_the_base_changes_during_the_export(tiny, monkeypatch):
     shutil.rmtree(tiny / "run" / "export")
     write = export_stage.write_checkpoint
 
-    def write_and_change(*arguments):
-        write(*arguments)
+    def write_and_change(*arguments, **options):
+        write(*arguments, **options)
         harm(tiny / "base" / "model.safetensors", "flipped")
 
     monkeypatch.setattr(export_stage, "write_checkpoint", write_and_change)

@@ -125,11 +125,6 @@ def bring_code(base, code):
     (base / "own.py").write_text(code)
 
 
-@pytest.fixture
-def modules(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-
-
 def test_code_of_its_own_is_not_run_unless_it_is_trusted(tiny):
     bring_code(tiny / "base", "raise SystemExit('this was run')")
     for verb in ("compress", "calibrate"):

@@ -22,10 +22,6 @@ def exports(tmp_path_factory, tokenizer, text):
     return SimpleNamespace(base=folder / "base", full=folder / "full", low=folder / "low")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def modules(tmp_path_factory):
-    """Code of checkpoints is copied here, not into the user's cache."""
-    folder = tmp_path_factory.mktemp("modules")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
-        yield folder
+@pytest.fixture(autouse=True)
+def own_modules(modules):
+    """All tests here load code of checkpoints."""
