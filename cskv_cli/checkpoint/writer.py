@@ -107,10 +107,10 @@ def _factor_tensors(
 ) -> dict[str, torch.Tensor]:
     """The factors beside the projections of the base, with the biases of those."""
     model = load_by_layer(base.folder, offload, dtype=torch.float32, device="cpu")
-    tensors = {}
+    tensors, modules = {}, attentions(model)
     for i in layout.layers:
         loaded = factors.load_layer(factors_folder, i)
-        with in_memory(attentions(model)[i]) as attention:
+        with in_memory(modules[i]) as attention:
             biases = {name: bias for name, (_, bias) in kv_projections(attention).items()}
             path = stored_path(model, attention, base.weight_map)
         for name in "kv":

@@ -107,10 +107,11 @@ def _measure(run: Run, base: BaseModel, progress: Progress) -> tuple[Spectra, in
     with run.offload() as offload:
         model = load_by_layer(base.folder, Path(offload), dtype=torch.float32, device="cpu")
         layers = compressible_layers(model.config)
+        modules = attentions(model)
         with progress.task("analyze", len(layers), "layers") as advance:
             for i in layers:
                 layer = statistics.load_layer(run.folder("calibrate"), i)
-                with in_memory(attentions(model)[i], "cpu") as attention:
+                with in_memory(modules[i], "cpu") as attention:
                     projections = kv_projections(attention)
                 spectra[i] = {name: cache_spectrum(layer.gram, weight) for name, (weight, _) in projections.items()}
                 advance(1)

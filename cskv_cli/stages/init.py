@@ -86,10 +86,11 @@ def init(
         shape, count = shape_of(model), layer_count(model.config)
         layout = layout_for(config, allocation, count, layers, shape)
         errors = []
+        modules = attentions(model)
         with progress.task("factorize", len(layout.layers), "layers") as advance:
             for i in layout.layers:
                 ranks = {"k": layout.rank_k[i], "v": layout.rank_v[i]}
-                errors.append(_layer(run, partial, attentions(model)[i], i, ranks, config))
+                errors.append(_layer(run, partial, modules[i], i, ranks, config))
                 advance(1)
     save_layout(partial, layout)
     return run.commit("init", partial, config, inputs, _report(layout.layers, errors))

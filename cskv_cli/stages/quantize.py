@@ -122,9 +122,10 @@ def _choose_all(
     rows = []
     with run.offload() as offload, torch.inference_mode():
         model = load_by_layer(base.folder, Path(offload), dtype=torch.float32, device="cpu")
+        modules = attentions(model)
         with progress.task("quantize", len(layout.layers), "layers") as advance:
             for i in layout.layers:
-                with in_memory(attentions(model)[i]) as attention:
+                with in_memory(modules[i]) as attention:
                     output = AttentionOutput(model, attention, _sample(run, layout, i))
                     choices, norm = _layer(run.folder(source), layout, i, output, seed)
                 for name, choice in choices.items():

@@ -82,3 +82,19 @@ def held_bytes(cache):
     """Bytes that a cache keeps alive; a view counts with all that it is a view of."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held_tensors(cache)}
     return sum(storages.values())
+
+
+def latent_bytes(count, setting):
+    """Bytes of the latents of `count` tokens in one layer, keys and values."""
+    bits = SETTINGS[setting].get("bits")
+    if bits is None:
+        return 2 * count * RANK * 4
+    full, rest = count // GROUP * GROUP, count % GROUP
+    keys = full // GROUP * RANK * (-(-GROUP * bits // 8) + 4)
+    values = full * (-(-RANK * bits // 8) + 4)
+    return keys + values + 2 * rest * RANK * 4
+
+
+def close(got, expected, tolerance=1e-4):
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)

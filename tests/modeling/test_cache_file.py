@@ -18,14 +18,15 @@ from tests.modeling.decoding import (
     SINKS,
     WINDOW,
     base,
+    close,
     cskv,
     decode,
     held_bytes,
+    latent_bytes,
     new_cache,
     padding,
     tokens,
 )
-from tests.modeling.test_cache import close, latent_bytes
 from tests.modeling.test_generate import generate
 
 STARTS, PROMPT, LENGTH = [0, 3, 6], 21, 34

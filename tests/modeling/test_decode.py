@@ -11,8 +11,7 @@ from torch import nn
 from cskv_cli.modeling import cskv_attention, cskv_decode
 from cskv_cli.modeling.cskv_decode import DecodeStep
 from tests.families import FAMILIES, base_model, compressed, truncated
-from tests.modeling.decoding import RANK, base, cskv, decode, new_cache, padding, run, tokens
-from tests.modeling.test_cache import close
+from tests.modeling.decoding import RANK, base, close, cskv, decode, new_cache, padding, run, tokens
 
 LENGTH, PROMPT = 26, 14
 SIZES = [PROMPT] + [1] * (LENGTH - PROMPT)

@@ -5,8 +5,7 @@ import torch
 
 from cskv_cli.modeling.cskv_factors import GroupedUp, made_of_tile
 from tests.families import base_model, compressed
-from tests.modeling.decoding import base, decode, padding, tokens
-from tests.modeling.test_cache import close
+from tests.modeling.decoding import base, close, decode, padding, tokens
 from tests.modeling.test_decode import LENGTH, PROMPT, SIZES, both
 from tests.modeling.test_decode import steps as steps
 

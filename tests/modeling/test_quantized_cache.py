@@ -7,9 +7,8 @@ import torch
 
 from cskv_cli.modeling.cskv_quantizer import Quantizer
 from tests.families import base_model, compressed, truncated
-from tests.modeling.decoding import GROUP, RANK, WINDOW, base, cskv, decode, new_cache, padding, run, tokens
+from tests.modeling.decoding import GROUP, RANK, WINDOW, base, close, cskv, decode, new_cache, padding, run, tokens
 from tests.modeling.reference import reference_logits
-from tests.modeling.test_cache import close
 from tests.modeling.test_generate import LOOKUP, PROMPT, generate, other_model
 
 

@@ -19,8 +19,7 @@ from cskv_cli.modeling.cskv_latents import Latents
 from cskv_cli.modeling.cskv_quantizer import Quantizer
 from cskv_cli.modeling.cskv_triton import checked, key_scores, weighted_sum
 from tests.families import base_model, compressed, truncated
-from tests.modeling.decoding import RANK, padding, tokens
-from tests.modeling.test_cache import close
+from tests.modeling.decoding import RANK, close, padding, tokens
 from tests.modeling.test_decode import LENGTH, both
 from tests.modeling.test_head_groups import SETTINGS, grouped
 

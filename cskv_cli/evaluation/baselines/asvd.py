@@ -38,8 +38,9 @@ def asvd_model(folder: Path, calibrated: Path, ratio: float, dtype: torch.dtype 
     rank = rank_at(ratio, shape_of(empty_base(config)).channels)
     config.cskv = unquantized(1, 0, *ranks(rank)).model_dump(mode="json")
     model = cskv_class(config).from_pretrained(folder, config=config, dtype=dtype, ignore_mismatched_sizes=True)
+    modules = attentions(model)
     for i in layers:
-        _set_factors(attentions(model)[i], statistics.load_layer(calibrated, i), rank)
+        _set_factors(modules[i], statistics.load_layer(calibrated, i), rank)
     return model.eval()
 
 
