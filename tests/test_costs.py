@@ -7,17 +7,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from cskv_cli.checkpoint.load import layout_of, shape_of
 from cskv_cli.costs import Dims, Machine, Step, base_step, cskv_step, dims_of, measure_machine
 from cskv_cli.memory import Shape, base_bytes, cache_bytes
+from cskv_cli.modeling.cskv_latents import BLOCK
 from tests.families import base_model, compressed, truncated
 from tests.modeling.decoding import cskv, decode, new_cache, run, tokens
 from tests.modeling.test_head_groups import SETTINGS, grouped
 
-BATCH, CONTEXT = 2, 60
+BATCH = 2
+CONTEXT = BLOCK + SETTINGS["window"] - 1  # then a step after one more meets a whole block of old tokens
 
 
-def counted(model):
+def counted(model, context=CONTEXT):
     """Multiply-adds of the matrix products of one step, not the first."""
     cache = new_cache(model)
-    decode(model, tokens(BATCH, CONTEXT), [CONTEXT - 1, 1], cache)
+    decode(model, tokens(BATCH, context), [context - 1, 1], cache)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         run(model, tokens(BATCH, 1), cache)
     return counter.get_total_flops() / 2
@@ -36,6 +38,13 @@ def test_multiply_adds_are_those_of_a_step(groups):
     sinks = BATCH * 4 * SETTINGS["sinks"] * (12 / groups * (32 + 4) + 64 + 64)  # rebuilt with the others, for nothing
     expected = cskv_step(dims, layout, CONTEXT + 1, BATCH).multiply_adds + sinks
     assert ours == pytest.approx(expected, rel=0.01)
+
+
+def test_operations_are_those_of_a_whole_block():
+    """So that their sizes, which oneDNN prepares for, change only once in a block."""
+    model = cskv("Llama", "low", window=4)
+    exact = [counted(model, BLOCK + 3 + more) for more in (1, 2, BLOCK - 1, BLOCK)]
+    assert len({*exact}) == 1 and counted(model, BLOCK + 3) < exact[0] < counted(model, 2 * BLOCK + 4)
 
 
 @pytest.mark.parametrize("setting", ["low", "low, 4 bit"])

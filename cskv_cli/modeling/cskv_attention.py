@@ -76,7 +76,7 @@ class CSKVAttention:
         """As `rebuild_keys`, between the value projection and the cache: values [batch, heads, tokens, head_dim]."""
         return self._repeat(self._clip(self.v_up(latents)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
 
-    @property
+    @functools.cached_property
     def rotates(self) -> bool:
         """Whether this layer applies RoPE; some models leave it out in some layers."""
         if self.config.model_type in SLIDING_ROTATE:

@@ -17,13 +17,13 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cskv_factors import GroupedUp
+from .cskv_latents import BLOCK, Latents
 from .cskv_rotation import Turn, can_take_apart
 from .cskv_structure import CACHE_NAMES
 from .cskv_triton import Work, checked, key_scores, usable, weighted_sum
 
 if TYPE_CHECKING:
     from .cskv_attention import CSKVAttention
-    from .cskv_latents import Latents
     from .cskv_layer import CSKVLayer
 
 CPU_TILE, GPU_TILE = 2**20, 2**26  # numbers in a tile of rotated keys: on a CPU it should stay in its cache
@@ -52,8 +52,12 @@ class DecodeStep:
         self.attention, self.rotates = attention, rotates
 
     def read(self, layer: CSKVLayer, old: int) -> None:
-        """Take the history of a layer, whose tensors may be moved away soon; `old` tokens are before the window."""
+        """Take the history of a layer, whose tensors may be moved away soon; `old` tokens are before the window.
+
+        Scores are made for whole blocks: operations of a size that was met before need no preparation (oneDNN).
+        """
         self.latents, self.old = [store.as_it_is() for store in layer.latents], old
+        self.width = min(-(-old // BLOCK) * BLOCK, *(store.capacity for store in self.latents))
         self.rows, self.rotary, self.sinks = layer.rows, layer.rotary, layer.sinks
 
     def __call__(
@@ -81,49 +85,53 @@ class DecodeStep:
         full = torch.promote_types(torch.float32, query.dtype)
         self.work = work = full if query.device.type == "cpu" else query.dtype
         grouped = query.view(len(query), key.shape[1], -1, dim).to(work) * (dim**-0.5 if scaling is None else scaling)
-        scores = [grouped @ key.to(work).mT, self._old_scores(grouped)]
-        scores = self._masked(torch.cat(scores, dim=-1).to(full), exact, attention_mask, softcap)
+        scores = torch.cat([grouped @ key.to(work).mT, self._old_scores(grouped)], dim=-1).to(full)
+        scores = self._masked(scores, exact, attention_mask, softcap)
         if s_aux is not None:
             aside = s_aux.to(full).view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, -1)
             scores = torch.cat([scores, aside], dim=-1)
         weights = scores.softmax(-1)
         output = weights[..., :exact].to(work) @ value.to(work)
-        output = output + self._old_values(weights[..., exact : exact + self.old].to(work))
+        output = output + self._old_values(weights[..., exact : exact + self.width].to(work))
         return output.to(value.dtype).view(len(query), 1, -1, dim), None
 
     def _old_scores(self, query: torch.Tensor) -> torch.Tensor:
-        attention, latents = self.attention, self.latents[0]
-        turn = self.rotary.turn(self.old, attention.rotate, query.shape[-1], query, self.work) if self.rotates else None
+        """[batch, groups, heads of a group, `width`]."""
+        attention, latents, turn = self.attention, self.latents[0], None
+        if self.rotates:
+            turn = self.rotary.turn(self.old, attention.rotate, query.shape[-1], query, self.work)
         if turn is not None:
             query = query @ turn.query
         plainly = functools.partial(self._scores_by_tile, query, turn)
         if not attention.plain:
             return plainly()
         factors = None if turn is None else turn.factors
-        kernel = functools.partial(key_scores, latents, attention.k_up, query, factors, self.old)
+        kernel = functools.partial(key_scores, latents, attention.k_up, query, factors, self.width)
         return self._fused("keys", query, latents, kernel, plainly)
 
     def _scores_by_tile(self, query: torch.Tensor, turn: Turn | None) -> torch.Tensor:
         scores, tile = [], self._tile(query)
-        for start in range(0, self.old, tile):
-            keys = self.attention.rebuild_key_tile(self.latents[0].tile(start, min(start + tile, self.old)))
+        for start in range(0, self.width, tile):
+            keys = self.attention.rebuild_key_tile(self.latents[0].tile(start, min(start + tile, self.width)))
             scores.append(query @ (keys.to(self.work) if turn is None else turn.applied(keys, start)))
-        return torch.cat(scores, dim=-1)
+        return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
 
     def _masked(
         self, scores: torch.Tensor, exact: int, mask: torch.Tensor | None, softcap: float | None
     ) -> torch.Tensor:
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        total = self.old + exact - self.sinks
+        seen, total = exact + self.old, self.old + exact - self.sinks
+        scores[..., seen:] = -torch.inf
         bias = self.rows.bias(mask, self.sinks, self.old, total, scores.device)
-        if bias is not None:
-            return scores.add_(bias.to(scores.device))
-        scores.narrow(-1, exact, self.sinks).fill_(-torch.inf)
+        if bias is None:
+            scores[..., exact : exact + self.sinks] = -torch.inf
+        else:
+            scores[..., :seen] += bias.to(scores.device)
         return scores
 
     def _old_values(self, weights: torch.Tensor) -> torch.Tensor:
-        """The sum of the old tokens' values with weights [batch, groups, heads of a group, tokens]."""
+        """The sum of the old tokens' values with weights [batch, groups, heads of a group, `width`]."""
         up, latents, heads = self.attention.v_up, self.latents[1], weights.flatten(1, 2)
         groups = latents.rank // up.weight.shape[1]
         plainly = functools.partial(latents.weighted_sum, heads, groups, self._tile(weights))
@@ -210,7 +218,7 @@ def _is_of_one_row(mask: Any, total: int) -> bool:
 
 def _is_bare(up: nn.Module) -> bool:
     """Whether its weight may be read without a call: no adapter (PEFT), no hook that brings it from elsewhere."""
-    return type(up) in (nn.Linear, GroupedUp) and not hasattr(up, "_hf_hook")
+    return type(up) in (nn.Linear, GroupedUp) and "_hf_hook" not in vars(up)
 
 
 def _is_known(attention: CSKVAttention, hidden_states: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:

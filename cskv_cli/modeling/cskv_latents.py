@@ -50,6 +50,11 @@ class Latents:
             return 0
         return self.packed.minimum.shape[1] * self.quantizer.group
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that `tile` and `weighted_sum` know: those that are packed, or all and the room (zeros) after them."""
+        return self._tokens_first().shape[1] if self.packed is None else self.quantized_tokens
+
     def append(self, latents: torch.Tensor) -> None:
         """Add the latents of new tokens, [batch, new, rank]."""
         start, stop = self._count, self._count + latents.shape[1]
@@ -88,17 +93,17 @@ class Latents:
         return torch.cat([old, self.recent[:, : length - self.quantized_tokens]], dim=1)
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
-        """The latents of some tokens, dequantized, tokens last: [batch, rank, stop - start].
+        """The latents of some of the first `capacity` tokens, dequantized, tokens last: [batch, rank, stop - start].
 
         With a quantizer, all of them must be packed, and `start` the beginning of a group.
         """
         if self.packed is None:
-            return self.recent[:, start:stop].mT
+            return self._tokens_first()[:, start:stop].mT
         codes = self._codes(start, stop)
         return self.quantizer.decode_tokens_last(codes, self.rank, self._room.dtype)[..., : stop - start]
 
     def weighted_sum(self, weights: torch.Tensor, groups: int, tile: int) -> torch.Tensor:
-        """Sum of the first tokens' latents with weights [batch, heads, tokens].
+        """Sum of the first tokens' latents with weights [batch, heads, tokens], which are at most `capacity`.
 
         Codes are unpacked for `tile` tokens (whole groups) at a time.
 
@@ -110,7 +115,7 @@ class Latents:
         """
         count = weights.shape[-1]
         if self.packed is None:
-            return product_by_group(weights.to(self.dtype), self.recent[:, :count], groups)
+            return product_by_group(weights.to(self.dtype), self._tokens_first()[:, :count], groups)
         total = 0
         for start in range(0, count, tile):
             stop = min(start + tile, count)
@@ -171,7 +176,7 @@ class Latents:
         block = BLOCK if self.quantizer is None else self.quantizer.group
         batch, _, rank = self._tokens_first().shape
         capacity, old = -(-length // block) * block, self.recent
-        self._room = self._room.new_empty((batch, rank, capacity) if self.tokens_last else (batch, capacity, rank))
+        self._room = self._room.new_zeros((batch, rank, capacity) if self.tokens_last else (batch, capacity, rank))
         self._tokens_first()[:, : self._count] = old
 
     def _codes(self, start: int, stop: int) -> Packed:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from .cskv_latents import BLOCK
 from .cskv_rotation import Rotate, Turn, take_apart
 
-if TYPE_CHECKING:
-    from torch import nn
+CPU_CHUNK = 1024  # tokens whose rotation is taken apart at once, so that what comes between is small
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
@@ -38,9 +38,10 @@ class RotaryHistory:
         self.cos: torch.Tensor | None = None  # [1 or batch, tokens, rotated dimensions]
         self.sin: torch.Tensor | None = None
 
-    def begin(self, model: nn.Module) -> None:
+    def begin(self, model: torch.nn.Module) -> None:
         """Borrow the model's rotary embedding for one forward."""
-        self._rotary, self._rebuilt, self._turn = getattr(model, "rotary_emb", None), None, None
+        self.end()
+        self._rotary = getattr(model, "rotary_emb", None)
 
     def end(self) -> None:
         """Give it back, and drop what was rebuilt for this forward."""
@@ -67,17 +68,35 @@ class RotaryHistory:
 
     def first(self, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of the first `length` tokens, on the device and in the dtype of `like`."""
-        if self.positions is None:
-            return self.cos[:, :length].to(like.device), self.sin[:, :length].to(like.device)
         if self._rebuilt is None:  # the same for all layers
-            self._rebuilt = self._compute(self.positions[:, :length], like)
+            self._rebuilt = self._some(0, length, like)
         return tuple(part.to(like.device) for part in self._rebuilt)
 
     def turn(self, length: int, rotate: Rotate, dim: int, like: torch.Tensor, dtype: torch.dtype) -> Turn:
-        """The rotation of the first `length` tokens, taken apart once for all layers (see `Turn`)."""
+        """The rotation of the first `length` tokens, taken apart once for all layers (see `Turn`).
+
+        Zeros follow, up to a whole block.
+        """
         if self._turn is None:
-            self._turn = take_apart(rotate, self.first(length, like), dim, dtype)
+            self._turn = self._take_apart(length, rotate, dim, like, dtype)
+        if self._turn.query.device == like.device:
+            return self._turn
         return Turn(*(part.to(like.device) for part in self._turn))
+
+    def _take_apart(self, length: int, rotate: Rotate, dim: int, like: torch.Tensor, dtype: torch.dtype) -> Turn:
+        whole, chunk = -(-length // BLOCK) * BLOCK, CPU_CHUNK if like.device.type == "cpu" else length
+        factors = None
+        for start in range(0, length, chunk):
+            part = take_apart(rotate, self._some(start, min(start + chunk, length), like), dim, dtype)
+            if factors is None:
+                factors = part.factors.new_zeros(*part.factors.shape[:-1], whole)
+            factors[..., start : start + part.factors.shape[-1]] = part.factors
+        return Turn(part.query, factors)
+
+    def _some(self, start: int, stop: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.positions is not None:
+            return self._compute(self.positions[:, start:stop], like)
+        return self.cos[:, start:stop].to(like.device), self.sin[:, start:stop].to(like.device)
 
     def apply(self, fn: TensorMap) -> None:
         """Replace every tensor held by `fn` of it."""

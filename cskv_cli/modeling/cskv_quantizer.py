@@ -100,6 +100,8 @@ def product_by_group(weights: torch.Tensor, latents: torch.Tensor, groups: int) 
     Returns:
         [batch, heads, rank / groups].
     """
+    if groups == 1:
+        return weights @ latents
     pairs = zip(weights.chunk(groups, dim=1), latents.chunk(groups, dim=-1), strict=True)
     return torch.cat([ours @ theirs for ours, theirs in pairs], dim=1)
 

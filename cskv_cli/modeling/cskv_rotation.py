@@ -49,7 +49,7 @@ def take_apart(rotate: Rotate, rotation: tuple[torch.Tensor, torch.Tensor], dim:
     ones = cos.new_ones(*cos.shape[:1], 1, cos.shape[1], dim)
     factors = rotate(ones, cos, torch.zeros_like(sin)), rotate(ones * quarter.sum(1), torch.zeros_like(cos), sin)
     query = torch.cat([every[0, :, 0], quarter.T], dim=1)
-    return Turn(query.to(dtype), torch.stack([part.mT.to(dtype) for part in factors], dim=2).contiguous())
+    return Turn(query.to(dtype), torch.stack([part.mT.to(dtype) for part in factors], dim=2))
 
 
 def can_take_apart(rotate: Rotate, rotation: tuple[torch.Tensor, torch.Tensor], dim: int) -> bool:

@@ -8,8 +8,9 @@ import torch
 import transformers
 from torch import nn
 
-from cskv_cli.modeling import cskv_attention, cskv_decode
+from cskv_cli.modeling import cskv_attention, cskv_decode, cskv_positions
 from cskv_cli.modeling.cskv_decode import DecodeStep
+from cskv_cli.modeling.cskv_latents import BLOCK
 from tests.families import FAMILIES, base_model, compressed, truncated
 from tests.modeling.decoding import RANK, base, close, cskv, decode, new_cache, padding, run, tokens
 
@@ -98,6 +99,18 @@ def test_tiles_change_nothing(family, bits, monkeypatch, steps):
     ids = tokens(2, 60)
     monkeypatch.setattr(cskv_decode, "CPU_TILE", 2 * 2 * 2 * 16 * 7)  # 7 tokens, or 4
     close(*both(model, ids, prompt=50))
+    assert steps
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("family", ["Llama", "Phi", "Gemma3", "GptOss"])
+def test_blocks_and_chunks_change_nothing(family, bits, monkeypatch, steps):
+    """Steps before, at and after the end of a block, and rotations made a few tokens at a time."""
+    model = compressed(base_model(family), truncated(RANK), rank=RANK, window=8, sinks=2, bits=bits, group=4)
+    monkeypatch.setattr(cskv_positions, "CPU_CHUNK", 27)
+    ids, end = tokens(2, 2 * BLOCK + 12), 2 * BLOCK + 8  # of the window behind the second block
+    for mask in (None, padding([0, 3], ids.shape[1])):
+        close(*both(model, ids, mask, prompt=end - 4))
     assert steps
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cskv_cli.modeling.cskv_latents import Latents
+from cskv_cli.modeling.cskv_latents import BLOCK, Latents
 from cskv_cli.modeling.cskv_quantizer import Quantizer, dequantize, pack, packed_bytes, quantize, unpack
 
 BITS = [2, 3, 4, 8]
@@ -166,3 +166,18 @@ def test_crop_on_and_off_the_border_of_a_group():
     store.append(latents[:, 8:12])
     store.settle(torch.tensor([0, 0]))
     assert all(torch.equal(part, old[:, :3]) for part, old in zip(store.packed, before, strict=True))
+
+
+@pytest.mark.parametrize("tokens_last", [False, True])
+def test_room_for_tokens_to_come_is_zeros(tokens_last):
+    """A step reads it, with weights of zero."""
+    store, latents = Latents(tokens_last=tokens_last), numbers(2, 5, 6)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        assert torch.empty(1).isnan()
+        store.append(latents[:, :3])
+        store.append(latents[:, 3:])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    every = torch.cat([latents, torch.zeros(2, store.capacity - 5, 6)], dim=1)
+    assert store.capacity == BLOCK and torch.equal(store.tile(0, BLOCK), every.mT)
