@@ -131,7 +131,13 @@ def read_headers(folder: Path) -> dict[str, dict[str, TensorHeader]]:
 
 
 def _check_index(folder: Path, headers: dict[str, dict[str, TensorHeader]]) -> None:
-    for tensor, shard in read_json(folder / INDEX_NAME)["weight_map"].items():
+    index = read_json(folder / INDEX_NAME)
+    if not isinstance(index.get("metadata"), dict):  # transformers stops with a KeyError
+        raise CskvError(
+            f"{folder / INDEX_NAME} has no metadata, without which transformers loads no shards",
+            'write "metadata": {} into it',
+        )
+    for tensor, shard in index["weight_map"].items():
         if tensor not in headers[shard]:
             raise CskvError(
                 f"{folder / INDEX_NAME} places {tensor} in {shard}, which does not hold it",

@@ -114,12 +114,11 @@ def _factor_tensors(
             biases = {name: bias for name, (_, bias) in kv_projections(attention).items()}
             path = stored_path(model, attention, base.weight_map)
         for name in "kv":
-            prefix = f"{path}.{name}"
-            tensors[f"{prefix}_down.weight"] = loaded[f"{name}.a"].T
-            tensors[f"{prefix}_up.weight"] = loaded[f"{name}.b"].T
+            made = {"down.weight": loaded[f"{name}.a"].T, "up.weight": loaded[f"{name}.b"].T}
             if (bias := loaded.get(f"{name}.bias", biases[name])) is not None:
-                tensors[f"{prefix}_up.bias"] = bias
-    return {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+                made["up.bias"] = bias
+            tensors |= {f"{path}.{name}_{part}": tensor.to(dtype).contiguous() for part, tensor in made.items()}
+    return tensors
 
 
 def stored_path(model: nn.Module, attention: nn.Module, stored: Iterable[str]) -> str:

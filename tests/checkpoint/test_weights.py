@@ -21,7 +21,7 @@ def folder(tmp_path):
     for name, tensors in shards.items():
         save_file(tensors, tmp_path / name)
     weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
-    (tmp_path / weights.INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / weights.INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return tmp_path
 
 
@@ -89,6 +89,14 @@ def test_an_index_naming_a_tensor_its_shard_lacks_is_refused(folder):
     index["weight_map"]["scale"] = shard(folder, 2).name
     (folder / weights.INDEX_NAME).write_text(json.dumps(index))
     with pytest.raises(CskvError, match="places b.weight in model-00001-of-00002|places scale in model-00002"):
+        weights.read_headers(folder)
+
+
+def test_an_index_without_metadata_is_refused_as_transformers_cannot_load_it(folder):
+    index = json.loads((folder / weights.INDEX_NAME).read_text())
+    del index["metadata"]
+    (folder / weights.INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(CskvError, match=r"model.safetensors.index.json has no metadata"):
         weights.read_headers(folder)
 
 

@@ -38,7 +38,7 @@ def seventy(tmp_path_factory):
         with (folder / shard).open("wb") as file:
             file.write(struct.pack("<Q", len(blob)) + blob)
             file.truncate(8 + len(blob) + end)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
