@@ -60,6 +60,7 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repos, self.blobs, self.failures, self.log = {}, {}, [], []
+        self.sent = {}  # file name -> bytes of it that were fetched
         self.tokens = {WRITER: ("me", "write"), READER: ("me", "read"), STRANGER: ("you", "write")}
         self.may_write, self.may_not_create = set(), set()  # (user, repo); users
 
@@ -279,7 +280,12 @@ class Handler(BaseHTTPRequestHandler):
         if path not in files:
             return self.reply(404, **{"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})
         etag = f'"{hashlib.sha256(files[path]).hexdigest()}"'
-        return self.reply(200, files[path], **{"ETag": etag, "X-Repo-Commit": sha})
+        body, code = files[path], 200
+        if match := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            body, code = body[int(match[1]) : int(match[2]) + 1], 206
+        if self.command == "GET":
+            self.server.sent[path] = self.server.sent.get(path, 0) + len(body)
+        return self.reply(code, body, **{"ETag": etag, "X-Repo-Commit": sha})
 
 
 def git_hash(content):

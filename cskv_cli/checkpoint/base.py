@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from cskv_cli.checkpoint.convert import BIN_INDEX_NAME, BIN_NAME, convert_bin, convert_gguf
 from cskv_cli.checkpoint.download import WHAT_TO_PASS, download, looks_like_path
+from cskv_cli.checkpoint.headers import fetch_headers, has_safetensors
 from cskv_cli.checkpoint.weights import (
     FLOAT_TYPES,
     INDEX_NAME,
@@ -87,12 +88,15 @@ class BaseModel:
         return [tensor for tensors in self.headers.values() for tensor in tensors.values()]
 
 
-def resolve_base(source: str, *, revision: str | None, work_dir: Path, trust_code: bool = False) -> BaseModel:
+def resolve_base(
+    source: str, *, revision: str | None, work_dir: Path, trust_code: bool = False, dry: bool = False
+) -> BaseModel:
     """Find the base model that `source` names; an existing local path wins over a Hub id.
 
     A Hub model is downloaded into the usual cache. GGUF files and .bin weights are converted into
     `work_dir/<model>/`, which is reused for as long as the source stays the same. A model that brings its own code is
-    taken with `trust_code` alone, if that code is what transformers has too.
+    taken with `trust_code` alone, if that code is what transformers has too. With `dry`, safetensors on the Hub are not
+    downloaded: the base is then a folder in `work_dir` whose shards have headers only.
 
     Raises CskvError, before any long work, for everything that cannot be compressed.
     """
@@ -104,7 +108,7 @@ def resolve_base(source: str, *, revision: str | None, work_dir: Path, trust_cod
     elif looks_like_path(source):
         raise CskvError(f"{source}: no such file or folder", WHAT_TO_PASS)
     else:
-        base = _from_hub(source, revision, work_dir, trust_code)
+        base = _from_hub(source, revision, work_dir, trust_code, dry)
     if not base.headers:
         raise CskvError(f"{base.folder} has no weights", WHAT_TO_PASS)
     return base
@@ -129,7 +133,7 @@ def _from_gguf(source: str, file: Path, work_dir: Path) -> BaseModel:
     return BaseModel(source, "gguf", None, folder, converted=True, notes=(note,))
 
 
-def _from_hub(source: str, revision: str | None, work_dir: Path, trust_code: bool) -> BaseModel:
+def _from_hub(source: str, revision: str | None, work_dir: Path, trust_code: bool, dry: bool) -> BaseModel:
     """Small files first, so that a model which cannot be compressed is refused before its weights are fetched."""
     from cskv_cli.checkpoint.probe import check_supported
 
@@ -137,6 +141,8 @@ def _from_hub(source: str, revision: str | None, work_dir: Path, trust_code: boo
     _check_config(folder, source, trust_code)
     check_supported(folder)
     commit = folder.name
+    if dry and has_safetensors(source, commit, folder):
+        return BaseModel(source, "hub", commit, fetch_headers(source, commit, folder, work_dir / f"{commit}-headers"))
     for single, index in ((SINGLE_NAME, INDEX_NAME), (BIN_NAME, BIN_INDEX_NAME)):
         download(source, commit, ["config.json", *(shard_names(folder, single, index) or [single])])
         if shard_names(folder, single, index):

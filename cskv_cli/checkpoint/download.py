@@ -1,5 +1,7 @@
 """Models from the Hugging Face Hub as local folders, each failure turned into one line."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cskv_cli.errors import CskvError
@@ -23,11 +25,20 @@ def looks_like_path(source: str) -> bool:
 
 def download(source: str, revision: str | None, patterns: list[str] | None = None) -> Path:
     """A snapshot of the files that match, each Hub failure turned into one line."""
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    with hub_failures(source, revision):
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+
+
+@contextmanager
+def hub_failures(source: str, revision: str | None) -> Iterator[None]:
+    """Turn what huggingface_hub raises into a CskvError that says what to do."""
+    from huggingface_hub import errors
 
     at = f"{source} at revision {revision}" if revision else source
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+        yield
     except errors.HFValidationError as error:
         raise CskvError(f"{source}: no such file or folder, and not a Hub id", WHAT_TO_PASS) from error
     except errors.GatedRepoError as error:

@@ -52,7 +52,7 @@ def open_base(
     if known is not None and revision is None:
         revision = known.config["revision"]
     trust_code = trust_code or (known is not None and known.config.get("trust_code", False))
-    base = resolve_base(source, revision=revision, work_dir=run.path / "converted", trust_code=trust_code)
+    base = resolve_base(source, revision=revision, work_dir=run.path / "converted", trust_code=trust_code, dry=dry)
     if dry:
         check_supported(base.folder)
         return base, known

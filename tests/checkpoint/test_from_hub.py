@@ -1,6 +1,7 @@
 """What others do with a pushed checkpoint, and base models that come from the Hub: over HTTP, by name and commit."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,27 @@ def test_a_base_model_by_name_and_revision(tiny, hub):
     hub.log.clear()
     assert cskv("compress", "--run", tiny / "run") == report
     assert not any("safetensors" in detail for route, detail in hub.log if route == "resolve")
+
+
+@pytest.mark.parametrize("shard_size", ["8MB", "1MB"])
+def test_a_plan_fetches_the_headers_of_shards_alone(tiny, hub, shard_size):
+    """One shard, and several with an index."""
+    folder, data = tiny / "wide", ("--data", tiny / "text.txt", *CALIBRATION)
+    base_model("Llama", vocab_size=10_000).save_pretrained(folder, max_shard_size=shard_size)
+    for path in (tiny / "base").glob("*token*"):
+        shutil.copyfile(path, folder / path.name)
+    hub.add("org/base", folder)
+    plan = cskv("compress", "org/base", "--run", tiny / "run", *data, *FLAGS, "--dry-run")
+    shards = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    assert len(shards) == (1 if shard_size == "8MB" else 3)
+    assert all(hub.sent[name] <= 100_001 for name in shards) and sum(shards.values()) > 5 * 100_001 * len(shards)
+    local = cskv("compress", folder, "--run", tiny / "local", *data, *FLAGS, "--dry-run")
+    linked = {"base_model": "org/base", "disk_bytes": local["disk_bytes"] - sum(shards.values())}
+    assert plan | {"free_bytes": 0, "layer": 0} == local | linked | {"free_bytes": 0, "layer": 0}
+    hub.failures.clear()
+    hub.fail("resolve", 500, detail=sorted(shards)[-1])
+    failure = cskv("compress", "org/base", "--run", tiny / "new", *data, *FLAGS, "--dry-run", exit_code=1)
+    assert "org/base" in failure["error"] and "\n" not in failure["error"]
 
 
 def test_a_dropped_download_is_one_line_and_is_gone_on_from(tiny, hub):
