@@ -143,6 +143,7 @@ def describe(base: BaseModel, layout: Layout, dtype: torch.dtype, relative_error
         "bits_k": layout.bits_k,
         "bits_v": layout.bits_v,
         "group": layout.group,
+        "head_groups": layout.head_groups,
         "window": layout.window,
         "sinks": layout.sinks,
         "cache_bytes_per_token": {

@@ -102,6 +102,7 @@ def make_plan(
         "bits_k": layout.bits_k,
         "bits_v": layout.bits_v,
         "group": layout.group,
+        "head_groups": layout.head_groups,
         "window": layout.window,
         "sinks": layout.sinks,
         "search": None if search is None else search.model_dump(mode="json"),

@@ -54,7 +54,10 @@ def test_export_holds_the_factors_of_init(tiny):
 
 def test_head_groups(tiny):
     """Each of the two KV heads has its own latents; their number is a multiple of the groups."""
-    compress(tiny, "--head-groups", 2, "--ratio-k", 0.55, "--rank-v", 10, "--bits", 4, "--group", 4, "--window", 8)
+    report = compress(
+        tiny, "--head-groups", 2, "--ratio-k", 0.55, "--rank-v", 10, "--bits", 4, "--group", 4, "--window", 8
+    )
+    assert report["head_groups"] == 2 == cskv("compress", "--run", tiny / "run", "--dry-run")["head_groups"]
     config = json.loads((tiny / "run/export/config.json").read_text())["cskv"]
     assert (config["head_groups"], config["rank_k"][0], config["rank_v"][0]) == (2, 14, 10)
     model = load_checkpoint(tiny / "run/export", "cpu", "float32")
