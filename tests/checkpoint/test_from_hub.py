@@ -113,6 +113,8 @@ def test_a_plan_fetches_the_headers_of_shards_alone(tiny, hub, shard_size):
     shards = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
     assert len(shards) == (1 if shard_size == "8MB" else 3)
     assert all(hub.sent[name] <= 100_001 for name in shards) and sum(shards.values()) > 5 * 100_001 * len(shards)
+    made = {path.name: path.stat().st_size for path in (tiny / "run").rglob("*.safetensors")}
+    assert made == shards
     local = cskv("compress", folder, "--run", tiny / "local", *data, *FLAGS, "--dry-run")
     linked = {"base_model": "org/base", "disk_bytes": local["disk_bytes"] - sum(shards.values())}
     assert plan | {"free_bytes": 0, "layer": 0} == local | linked | {"free_bytes": 0, "layer": 0}
