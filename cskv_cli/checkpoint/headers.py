@@ -35,15 +35,14 @@ def fetch_headers(source: str, revision: str, snapshot: Path, folder: Path) -> P
     for name in shard_names(snapshot) or [SINGLE_NAME]:
         with hub_failures(source, revision):
             found = HfApi().parse_safetensors_file_metadata(source, name, revision=revision)
-            size = get_hf_file_metadata(hf_hub_url(source, name, revision=revision)).size
+            size = get_hf_file_metadata(hf_hub_url(source, name, revision=revision)).size or 0
         tensors = {
             key: {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": list(info.data_offsets)}
             for key, info in found.tensors.items()
         }
         end = max((info.data_offsets[1] for info in found.tensors.values()), default=0)
-        blob = (
-            json.dumps(tensors, separators=(",", ":")).encode().ljust((size or 0) - 8 - end)
-        )  # as long as the one there
+        blob = json.dumps(tensors, separators=(",", ":")).encode()
+        blob = blob.ljust(size - 8 - end)  # as long as the one there
         with (folder / name).open("wb") as file:
             file.write(struct.pack("<Q", len(blob)) + blob)
             file.truncate(8 + len(blob) + end)

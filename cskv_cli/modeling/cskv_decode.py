@@ -17,7 +17,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cskv_factors import GroupedUp
-from .cskv_latents import BLOCK, Latents
+from .cskv_latents import Latents, whole_blocks
 from .cskv_rotation import Turn, can_take_apart
 from .cskv_structure import CACHE_NAMES
 from .cskv_triton import Work, checked, key_scores, usable, weighted_sum
@@ -57,7 +57,7 @@ class DecodeStep:
         Scores are made for whole blocks: operations of a size that was met before need no preparation (oneDNN).
         """
         self.latents, self.old = [store.as_it_is() for store in layer.latents], old
-        self.width = min(-(-old // BLOCK) * BLOCK, *(store.capacity for store in self.latents))
+        self.width = min(whole_blocks(old), *(store.capacity for store in self.latents))
         self.rows, self.rotary, self.sinks = layer.rows, layer.rotary, layer.sinks
 
     def __call__(
@@ -127,7 +127,7 @@ class DecodeStep:
         if bias is None:
             scores[..., exact : exact + self.sinks] = -torch.inf
         else:
-            scores[..., :seen] += bias.to(scores.device)
+            scores[..., :seen].add_(bias.to(scores.device))
         return scores
 
     def _old_values(self, weights: torch.Tensor) -> torch.Tensor:

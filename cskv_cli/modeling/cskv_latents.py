@@ -175,7 +175,7 @@ class Latents:
     def _grow(self, length: int) -> None:
         block = BLOCK if self.quantizer is None else self.quantizer.group
         batch, _, rank = self._tokens_first().shape
-        capacity, old = -(-length // block) * block, self.recent
+        capacity, old = whole_blocks(length, block), self.recent
         self._room = self._room.new_zeros((batch, rank, capacity) if self.tokens_last else (batch, capacity, rank))
         self._tokens_first()[:, : self._count] = old
 
@@ -186,6 +186,11 @@ class Latents:
     def _decoded(self, start: int, stop: int) -> torch.Tensor:
         codes = self._codes(start, stop)
         return self.quantizer.decode(codes, self.rank, self._room.dtype)[:, : stop - start]
+
+
+def whole_blocks(tokens: int, block: int = BLOCK) -> int:
+    """So many tokens, and what is missing to the end of their last block."""
+    return -(-tokens // block) * block
 
 
 def _frozen(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .cskv_latents import BLOCK
+from .cskv_latents import whole_blocks
 from .cskv_rotation import Rotate, Turn, take_apart
 
 CPU_CHUNK = 1024  # tokens whose rotation is taken apart at once, so that what comes between is small
@@ -84,7 +84,7 @@ class RotaryHistory:
         return Turn(*(part.to(like.device) for part in self._turn))
 
     def _take_apart(self, length: int, rotate: Rotate, dim: int, like: torch.Tensor, dtype: torch.dtype) -> Turn:
-        whole, chunk = -(-length // BLOCK) * BLOCK, CPU_CHUNK if like.device.type == "cpu" else length
+        whole, chunk = whole_blocks(length), CPU_CHUNK if like.device.type == "cpu" else length
         factors = None
         for start in range(0, length, chunk):
             part = take_apart(rotate, self._some(start, min(start + chunk, length), like), dim, dtype)
