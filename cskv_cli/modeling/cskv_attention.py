@@ -62,15 +62,15 @@ class CSKVAttention:
         keys = self._repeat(keys.transpose(1, 2))
         return self.rotate(keys, *rotation) if rotation is not None and self.rotates else keys
 
-    def rebuild_key_tile(self, latents: torch.Tensor) -> torch.Tensor:
+    def rebuild_key_tile(self, latents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Keys before their rotation, tokens last, from latents [batch, rank, tokens].
 
         Returns:
-            [batch, heads, head_dim, tokens].
+            [batch, heads, head_dim, tokens] in `dtype`.
         """
         if not self.plain:
-            return self.rebuild_keys(latents.mT, None).mT
-        return made_of_tile(self.k_up, latents).unflatten(1, (-1, self.head_dim))
+            return self.rebuild_keys(latents.mT, None).mT.to(dtype)
+        return made_of_tile(self.k_up, latents.to(dtype)).unflatten(1, (-1, self.head_dim))
 
     def rebuild_values(self, latents: torch.Tensor) -> torch.Tensor:
         """As `rebuild_keys`, between the value projection and the cache: values [batch, heads, tokens, head_dim]."""

@@ -83,25 +83,27 @@ class DecodeStep:
         """
         exact, dim = key.shape[2], query.shape[-1]
         full = torch.promote_types(torch.float32, query.dtype)
-        self.work = work = full if query.device.type == "cpu" else query.dtype
-        grouped = query.view(len(query), key.shape[1], -1, dim).to(work) * (dim**-0.5 if scaling is None else scaling)
-        scores = torch.cat([grouped @ key.to(work).mT, self._old_scores(grouped)], dim=-1).to(full)
+        self.work, self.large = _precisions(query)
+        grouped = query.view(len(query), key.shape[1], -1, dim).to(self.work) * (
+            dim**-0.5 if scaling is None else scaling
+        )
+        new, old = grouped @ key.to(self.work).mT, self._old_scores(grouped.to(self.large))
+        scores = torch.cat([new, old.to(self.work)], dim=-1).to(full)
         scores = self._masked(scores, exact, attention_mask, softcap)
         if s_aux is not None:
             aside = s_aux.to(full).view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, -1)
             scores = torch.cat([scores, aside], dim=-1)
         weights = scores.softmax(-1)
-        output = weights[..., :exact].to(work) @ value.to(work)
-        output = output + self._old_values(weights[..., exact : exact + self.width].to(work))
+        output = weights[..., :exact].to(self.work) @ value.to(self.work)
+        output = output + self._old_values(weights[..., exact : exact + self.width])
         return output.to(value.dtype).view(len(query), 1, -1, dim), None
 
     def _old_scores(self, query: torch.Tensor) -> torch.Tensor:
         """[batch, groups, heads of a group, `width`]."""
         attention, latents, turn = self.attention, self.latents[0], None
         if self.rotates:
-            turn = self.rotary.turn(self.old, attention.rotate, query.shape[-1], query, self.work)
-        if turn is not None:
-            query = query @ turn.query
+            turn = self.rotary.turn(self.old, attention.rotate, query.shape[-1], query)
+            query = turn.turned(query)
         plainly = functools.partial(self._scores_by_tile, query, turn)
         if not attention.plain:
             return plainly()
@@ -112,8 +114,9 @@ class DecodeStep:
     def _scores_by_tile(self, query: torch.Tensor, turn: Turn | None) -> torch.Tensor:
         scores, tile = [], self._tile(query)
         for start in range(0, self.width, tile):
-            keys = self.attention.rebuild_key_tile(self.latents[0].tile(start, min(start + tile, self.width)))
-            scores.append(query @ (keys.to(self.work) if turn is None else turn.applied(keys, start)))
+            latents = self.latents[0].tile(start, min(start + tile, self.width))
+            keys = self.attention.rebuild_key_tile(latents, self.large)
+            scores.append(query @ (keys if turn is None else turn.applied(keys, start)))
         return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
 
     def _masked(
@@ -131,15 +134,18 @@ class DecodeStep:
         return scores
 
     def _old_values(self, weights: torch.Tensor) -> torch.Tensor:
-        """The sum of the old tokens' values with weights [batch, groups, heads of a group, `width`]."""
-        up, latents, heads = self.attention.v_up, self.latents[1], weights.flatten(1, 2)
-        groups = latents.rank // up.weight.shape[1]
-        plainly = functools.partial(latents.weighted_sum, heads, groups, self._tile(weights))
+        """The sum of the old tokens' values with weights [batch, groups, heads of a group, `width`] in full precision.
+
+        So they stay for codes, whose minima and steps make two sums that nearly cancel.
+        """
+        up, latents, rounded = self.attention.v_up, self.latents[1], weights.to(self.large)
+        groups, tile = latents.rank // up.weight.shape[1], self._tile(weights)
         if latents.packed is None:
-            context = plainly()
+            context = latents.weighted_sum(rounded.flatten(1, 2), groups, tile)
         else:
-            kernel = functools.partial(weighted_sum, latents, heads, groups)
-            context = self._fused("values", weights, latents, kernel, plainly)
+            plainly = functools.partial(latents.weighted_sum, weights.flatten(1, 2), groups, tile)
+            kernel = functools.partial(weighted_sum, latents, rounded.flatten(1, 2), groups)
+            context = self._fused("values", rounded, latents, kernel, plainly)
         context = context.to(self.work).unflatten(1, weights.shape[1:3])
         values = context @ up.weight.to(self.work).unflatten(0, (weights.shape[1], -1)).mT
         if up.bias is None:
@@ -160,6 +166,17 @@ class DecodeStep:
         numbers = CPU_TILE if like.device.type == "cpu" else GPU_TILE
         group = max(1 if store.quantizer is None else store.quantizer.group for store in self.latents)
         return max(numbers // (2 * len(like) * like.shape[1] * self.attention.head_dim) // group, 1) * group
+
+
+def _precisions(query: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Of small products and of large ones, which are over all old tokens: what is quickest, and no less than asked for.
+
+    A CPU is slow to begin a product in 16 bits, and to do one in float16.
+    """
+    if query.device.type != "cpu":
+        return query.dtype, query.dtype
+    full = torch.promote_types(torch.float32, query.dtype)
+    return full, full if query.dtype is torch.float16 else query.dtype
 
 
 def run_step(step: Any, attention: CSKVAttention, *args: Any, **kwargs: Any) -> tuple:

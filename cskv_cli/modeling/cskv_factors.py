@@ -38,12 +38,13 @@ def up_projection(rank: int, channels: int, groups: int, bias: bool) -> nn.Modul
 
 def made_of_tile(up: nn.Module, latents: torch.Tensor) -> torch.Tensor:
     """`up(latents.mT).mT` of latents [batch, rank, tokens]: [batch, channels, tokens], which lie as the latents do."""
-    batch, rank, groups = len(latents), latents.shape[1], latents.shape[1] // up.weight.shape[1]
-    if groups == 1 and up.bias is None:
-        return torch.bmm(up.weight.expand(batch, -1, -1), latents)
-    blocks = up.weight.unflatten(0, (groups, -1)).expand(batch, -1, -1, -1).flatten(0, 1)
+    weight, bias = up.weight.to(latents.dtype), up.bias
+    batch, rank, groups = len(latents), latents.shape[1], latents.shape[1] // weight.shape[1]
+    if groups == 1 and bias is None:
+        return torch.bmm(weight.expand(batch, -1, -1), latents)
+    blocks = weight.unflatten(0, (groups, -1)).expand(batch, -1, -1, -1).flatten(0, 1)
     latents = latents.unflatten(1, (groups, rank // groups)).flatten(0, 1)
-    if up.bias is None:
+    if bias is None:
         return torch.bmm(blocks, latents).unflatten(0, (batch, groups)).flatten(1, 2)
-    bias = up.bias.unflatten(0, (groups, -1)).expand(batch, -1, -1).flatten(0, 1).unsqueeze(-1)
+    bias = bias.to(latents.dtype).unflatten(0, (groups, -1)).expand(batch, -1, -1).flatten(0, 1).unsqueeze(-1)
     return torch.baddbmm(bias, blocks, latents).unflatten(0, (batch, groups)).flatten(1, 2)

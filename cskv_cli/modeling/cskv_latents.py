@@ -111,11 +111,11 @@ class Latents:
             groups: of heads, each of which has its own share of the channels (see `GroupedUp`).
 
         Returns:
-            [batch, heads, rank / groups].
+            [batch, heads, rank / groups], computed in the dtype of the weights.
         """
         count = weights.shape[-1]
         if self.packed is None:
-            return product_by_group(weights.to(self.dtype), self._tokens_first()[:, :count], groups)
+            return product_by_group(weights, self._tokens_first()[:, :count].to(weights.dtype), groups)
         total = 0
         for start in range(0, count, tile):
             stop = min(start + tile, count)

@@ -72,26 +72,26 @@ class RotaryHistory:
             self._rebuilt = self._some(0, length, like)
         return tuple(part.to(like.device) for part in self._rebuilt)
 
-    def turn(self, length: int, rotate: Rotate, dim: int, like: torch.Tensor, dtype: torch.dtype) -> Turn:
+    def turn(self, length: int, rotate: Rotate, dim: int, like: torch.Tensor) -> Turn:
         """The rotation of the first `length` tokens, taken apart once for all layers (see `Turn`).
 
-        Zeros follow, up to a whole block.
+        Zeros follow, up to a whole block. On the device and in the dtype of `like`.
         """
         if self._turn is None:
-            self._turn = self._take_apart(length, rotate, dim, like, dtype)
-        if self._turn.query.device == like.device:
+            self._turn = self._take_apart(length, rotate, dim, like)
+        if self._turn.factors.device == like.device:
             return self._turn
         return Turn(*(part.to(like.device) for part in self._turn))
 
-    def _take_apart(self, length: int, rotate: Rotate, dim: int, like: torch.Tensor, dtype: torch.dtype) -> Turn:
+    def _take_apart(self, length: int, rotate: Rotate, dim: int, like: torch.Tensor) -> Turn:
         whole, chunk = whole_blocks(length), CPU_CHUNK if like.device.type == "cpu" else length
         factors = None
         for start in range(0, length, chunk):
-            part = take_apart(rotate, self._some(start, min(start + chunk, length), like), dim, dtype)
+            part = take_apart(rotate, self._some(start, min(start + chunk, length), like), dim, like.dtype)
             if factors is None:
                 factors = part.factors.new_zeros(*part.factors.shape[:-1], whole)
             factors[..., start : start + part.factors.shape[-1]] = part.factors
-        return Turn(part.query, factors)
+        return part._replace(factors=factors)
 
     def _some(self, start: int, stop: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.positions is not None:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from cskv_cli.modeling.cskv_latents import Latents
 from tests.families import base_model, compressed
 from tests.modeling.decoding import decode, tokens
 
@@ -32,3 +33,18 @@ def test_the_error_at_full_rank_is_that_of_the_precision(family, dtype):
     assert 0 < error < 1.5 * allowed
     sure = exact.topk(2).values.diff().abs()[..., 0] > 8 * allowed  # where the precision does not decide
     assert torch.equal(ours.argmax(-1)[sure], theirs.argmax(-1)[sure]) and sure.float().mean() > 0.3
+
+
+def test_sums_over_codes_do_not_cancel(monkeypatch):
+    """A code's minimum and its multiple of the step are larger than their sum, so that rounding would count twice."""
+    model = compressed(base_model("Llama"), factors=rotated, window=4, sinks=2, bits=4, group=4).bfloat16()
+    errors, plain = [], Latents.weighted_sum
+
+    def watched(latents, weights, *rest):
+        got, exact = plain(latents, weights, *rest), weights.double() @ latents.first(weights.shape[-1]).double()
+        errors.append(((got - exact).norm() / exact.norm()).item())
+        return got
+
+    monkeypatch.setattr(Latents, "weighted_sum", watched)
+    decode(model, IDS, STEPS)
+    assert len(errors) > 10 and max(errors) < 2**-9
