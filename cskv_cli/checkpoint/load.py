@@ -82,9 +82,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # None would ask
     except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0].rstrip(": ")
         raise CskvError(
-            f"{folder} has no usable tokenizer: {reason}", "text cannot be tokenized without one"
+            f"{folder} has no usable tokenizer: {reason}",
+            "put the files of the model's tokenizer there (tokenizer.json or tokenizer.model, tokenizer_config.json)",
         ) from error
 
 
