@@ -82,13 +82,11 @@ class DecodeStep:
             [batch, 1, heads, head_dim], and None for the weights.
         """
         exact, dim = key.shape[2], query.shape[-1]
-        full = torch.promote_types(torch.float32, query.dtype)
-        self.work, self.large = _precisions(query)
-        grouped = query.view(len(query), key.shape[1], -1, dim).to(self.work) * (
-            dim**-0.5 if scaling is None else scaling
-        )
+        full, self.work, self.large = _precisions(query)
+        scaling = dim**-0.5 if scaling is None else scaling
+        grouped = query.view(len(query), key.shape[1], -1, dim).to(self.work) * scaling
         new, old = grouped @ key.to(self.work).mT, self._old_scores(grouped.to(self.large))
-        scores = torch.cat([new, old.to(self.work)], dim=-1).to(full)
+        scores = torch.cat([new, old], dim=-1).to(full)
         scores = self._masked(scores, exact, attention_mask, softcap)
         if s_aux is not None:
             aside = s_aux.to(full).view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, -1)
@@ -109,7 +107,7 @@ class DecodeStep:
             return plainly()
         factors = None if turn is None else turn.factors
         kernel = functools.partial(key_scores, latents, attention.k_up, query, factors, self.width)
-        return self._fused("keys", query, latents, kernel, plainly)
+        return self._fused("keys", query.shape[1:3], latents, kernel, plainly)
 
     def _scores_by_tile(self, query: torch.Tensor, turn: Turn | None) -> torch.Tensor:
         scores, tile = [], self._tile(query)
@@ -138,27 +136,35 @@ class DecodeStep:
 
         So they stay for codes, whose minima and steps make two sums that nearly cancel.
         """
-        up, latents, rounded = self.attention.v_up, self.latents[1], weights.to(self.large)
+        up, latents, heads = self.attention.v_up, self.latents[1], weights.flatten(1, 2)
         groups, tile = latents.rank // up.weight.shape[1], self._tile(weights)
         if latents.packed is None:
-            context = latents.weighted_sum(rounded.flatten(1, 2), groups, tile)
+            context = latents.weighted_sum(heads.to(self.large), groups, tile)
         else:
-            plainly = functools.partial(latents.weighted_sum, weights.flatten(1, 2), groups, tile)
-            kernel = functools.partial(weighted_sum, latents, rounded.flatten(1, 2), groups)
-            context = self._fused("values", rounded, latents, kernel, plainly)
+            plainly = functools.partial(latents.weighted_sum, heads, groups, tile)
+
+            def kernel() -> torch.Tensor:
+                return weighted_sum(latents, heads.to(self.large), groups)
+
+            context = self._fused("values", weights.shape[1:3], latents, kernel, plainly)
         context = context.to(self.work).unflatten(1, weights.shape[1:3])
         values = context @ up.weight.to(self.work).unflatten(0, (weights.shape[1], -1)).mT
         if up.bias is None:
             return values
         return values + weights.sum(-1, keepdim=True) * up.bias.view(weights.shape[1], 1, -1)
 
-    def _fused(self, what: str, like: torch.Tensor, latents: Latents, kernel: Work, plainly: Work) -> torch.Tensor:
-        """What a Triton kernel gives, where there is one for tensors as `like`; what torch gives, where not."""
-        if not (usable(like) and like.dtype == latents.dtype == self.attention.k_up.weight.dtype):
+    def _fused(self, what: str, heads: torch.Size, latents: Latents, kernel: Work, plainly: Work) -> torch.Tensor:
+        """What a Triton kernel gives, where there is one for this layer's precision; what torch gives, where not.
+
+        Args:
+            heads: groups, and heads of a group; kernels are made anew for others.
+        """
+        weight = self.attention.k_up.weight
+        if not (usable(weight) and self.large == latents.dtype == weight.dtype):
             return plainly()
         bits = latents.quantizer and (latents.quantizer.bits, latents.quantizer.group)
-        kind = what, like.device, like.dtype, bits, like.shape[1:3], self.attention.head_dim, self.rotates
-        with torch.cuda.device_of(like):  # Triton launches on the current device
+        kind = what, weight.device, weight.dtype, bits, heads, self.attention.head_dim, self.rotates
+        with torch.cuda.device_of(weight):  # Triton launches on the current device
             return checked(kind, kernel, plainly)
 
     def _tile(self, like: torch.Tensor) -> int:
@@ -168,15 +174,15 @@ class DecodeStep:
         return max(numbers // (2 * len(like) * like.shape[1] * self.attention.head_dim) // group, 1) * group
 
 
-def _precisions(query: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Of small products and of large ones, which are over all old tokens: what is quickest, and no less than asked for.
+def _precisions(query: torch.Tensor) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Of the softmax, of small products, and of large ones, which are over all old tokens.
 
     A CPU is slow to begin a product in 16 bits, and to do one in float16.
     """
+    full, given = torch.promote_types(torch.float32, query.dtype), query.dtype
     if query.device.type != "cpu":
-        return query.dtype, query.dtype
-    full = torch.promote_types(torch.float32, query.dtype)
-    return full, full if query.dtype is torch.float16 else query.dtype
+        return full, given, given
+    return full, full, full if given is torch.float16 else given
 
 
 def run_step(step: Any, attention: CSKVAttention, *args: Any, **kwargs: Any) -> tuple:
