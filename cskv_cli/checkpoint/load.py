@@ -59,12 +59,17 @@ def load_checkpoint(folder: Path, device: str, dtype: torch.dtype | str) -> PreT
     return model.to(device).eval()
 
 
-def load_unfilled(folder: Path, layout: Layout, dtype: torch.dtype) -> PreTrainedModel:
-    """The CSKV model of a base, on the CPU, its factors yet to be filled in."""
+def load_unfilled(folder: Path, layout: Layout, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
+    """The CSKV model of a base, on the CPU, its factors yet to be filled in.
+
+    Args:
+        attention: transformers' name of the function to use; by default it chooses.
+    """
     config = AutoConfig.from_pretrained(folder)
     config.cskv = layout.model_dump(mode="json")
     disable_progress_bar()
-    return cskv_class(config).from_pretrained(folder, config=config, dtype=dtype).eval()
+    model = cskv_class(config).from_pretrained(folder, config=config, dtype=dtype, attn_implementation=attention)
+    return model.eval()
 
 
 def load_base(folder: Path, device: str, dtype: torch.dtype | str) -> PreTrainedModel:

@@ -3,16 +3,22 @@
 A plain forward pass never reads the compressed history, since prefill is exact; it would show no loss at all.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cskv_cli.modeling.cskv_cache import CSKVCache, CSKVLayer
+from cskv_cli.modeling.cskv_decode import StepConfig, asks_for_function
 from cskv_cli.modeling.cskv_structure import attentions, cache_name
+
+BLOCK = 128  # queries whose attention is computed together
 
 
 class _Doubled:
@@ -36,21 +42,30 @@ def decode_simulation(model: PreTrainedModel, prefill: int = 0) -> Iterator[None
     their (dequantized) latents; a query of the prefill sees all of them exactly. Differentiable with respect to the
     factors.
     """
-    layers, modules = CSKVCache(model.config).layers, attentions(model)
-    masks: dict[Any, torch.Tensor] = {}
-    hooks = [
-        modules[i].register_forward_pre_hook(_hook(layer, prefill, masks), with_kwargs=True)
-        for i, layer in enumerate(layers)
-        if isinstance(layer, CSKVLayer)
-    ]
-    try:
+    masks: dict[Any, _Mask] = {}
+    with ExitStack() as stack:
+        for attention, layer in zip(attentions(model), CSKVCache(model.config).layers, strict=True):
+            if isinstance(layer, CSKVLayer):
+                function = _attention_function(attention)
+                hook = _hook(layer, prefill, masks, function)
+                stack.callback(attention.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                if function is not None:
+                    stack.callback(vars(attention).pop, "step", None)
+                    stack.callback(setattr, attention, "config", attention.config)
+                    attention.config = StepConfig(attention.config)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def _hook(layer: CSKVLayer, prefill: int, masks: dict[Any, torch.Tensor]) -> Any:
+def _attention_function(attention: nn.Module) -> Callable | None:
+    """What computes the layer's attention; None where the layer does so by itself."""
+    if not asks_for_function(attention):
+        return None
+    if attention.config._attn_implementation == "eager":
+        return getattr(sys.modules[attention.base.__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+
+
+def _hook(layer: CSKVLayer, prefill: int, masks: dict[Any, "_Mask"], function: Callable | None) -> Any:
     def before(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         keys, values = latents_of(attention, layer, hidden)
@@ -60,11 +75,34 @@ def _hook(layer: CSKVLayer, prefill: int, masks: dict[Any, torch.Tensor]) -> Any
         )
         key = hidden.shape[1], layer.window, layer.sinks, prefill, hidden.device, hidden.dtype
         if key not in masks:
-            masks[key] = simulation_mask(*key)
-        kwargs["attention_mask"] = masks[key]
+            masks[key] = _Mask(simulation_mask(*key))
+        kwargs["attention_mask"] = masks[key].whole
+        if function is not None:
+            attention.step = functools.partial(masks[key].attend, function, attention)
         return args, kwargs
 
     return before
+
+
+class _Mask:
+    """A simulation mask, and its parts for a block of queries each, with those keys alone that any of them sees."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole, self.parts = whole, []
+        for rows in whole.split(BLOCK, dim=2):
+            columns = (rows == 0).any(2).flatten().nonzero()[:, 0]
+            self.parts.append((columns, rows[..., columns].contiguous()))
+
+    def attend(
+        self, function: Callable, attention: nn.Module, query: torch.Tensor, *states: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        """In place of an attention function, by way of it: [batch, tokens, heads, head_dim], and None."""
+        kwargs.pop("attention_mask", None)
+        outputs = []
+        for queries, (columns, mask) in zip(query.split(BLOCK, dim=2), self.parts, strict=True):
+            seen = [part.index_select(2, columns) for part in states[:2]]
+            outputs.append(function(attention, queries, *seen, attention_mask=mask, **kwargs)[0])
+        return torch.cat(outputs, dim=1), None
 
 
 def latents_of(attention: nn.Module, layer: CSKVLayer, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

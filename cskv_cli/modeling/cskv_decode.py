@@ -188,12 +188,12 @@ def _precisions(query: torch.Tensor) -> tuple[torch.dtype, torch.dtype, torch.dt
 def run_step(step: Any, attention: CSKVAttention, *args: Any, **kwargs: Any) -> tuple:
     """The base forward of an attention layer with `step` as its attention function."""
     twin = object.__new__(type(attention))
-    vars(twin).update(vars(attention), config=_StepConfig(attention.config), step=step)
+    vars(twin).update(vars(attention), config=StepConfig(attention.config), step=step)
     return super(type(attention).front, twin).forward(*args, **kwargs)
 
 
-class _StepConfig:
-    """A model's config, but for the attention function that it asks for."""
+class StepConfig:
+    """A model's config, but for the attention function that it asks for: the `step` of its layer."""
 
     _attn_implementation = __name__
 
@@ -247,7 +247,7 @@ def _is_bare(up: nn.Module) -> bool:
 def _is_known(attention: CSKVAttention, hidden_states: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
     if attention.clips:
         return False
-    if "ALL_ATTENTION_FUNCTIONS" not in _code(attention.base.forward)[1]:  # Bloom, Falcon and MPT attend by themselves
+    if not asks_for_function(attention):
         return False
     implementation = attention.config._attn_implementation
     if implementation not in GENERIC and not (implementation == "eager" and _has_known_eager(attention.base)):
@@ -259,6 +259,11 @@ def _is_known(attention: CSKVAttention, hidden_states: torch.Tensor, args: tuple
     replaced = {name: trial if name in CACHE_NAMES else value for name, value in kwargs.items()}
     run_step(trial, attention, hidden_states, *args, **replaced)
     return trial.passed
+
+
+def asks_for_function(attention: CSKVAttention) -> bool:
+    """Whether the base calls what its config asks for; Bloom, Falcon and MPT attend by themselves."""
+    return "ALL_ATTENTION_FUNCTIONS" in _code(attention.base.forward)[1]
 
 
 class _Trial:

@@ -40,11 +40,10 @@ def _decoded(method: Method, windows: list[Window], exacts: list[Exact]) -> list
     position, cache = max(prefill - 1, 0), method.new_cache()  # of the token that predicts
     with method.ready():
         for chunk in [*first, *ids[:, prefill:-1].split(1, dim=1)]:
-            logits = method.model(chunk, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits[:, -1]
-            predicted = logits.float().log_softmax(-1)
+            predicted = method.model(chunk, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits[:, -1]
             for row, window in enumerate(windows):
                 if window.scored[position]:
-                    exact = exacts[row].log_probabilities[seen[row]]
+                    exact = exacts[row].logits[seen[row]]
                     sums[row] += divergence(exact[None], predicted[row : row + 1]).item()
                     seen[row] += 1
             position += 1

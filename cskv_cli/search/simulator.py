@@ -16,7 +16,7 @@ from cskv_cli.checkpoint.base import BaseModel
 from cskv_cli.checkpoint.layers import kv_projections
 from cskv_cli.checkpoint.load import load_unfilled
 from cskv_cli.data.recall import Window
-from cskv_cli.evaluation.divergence import divergence, log_probabilities
+from cskv_cli.evaluation.divergence import divergence, predictions
 from cskv_cli.evaluation.simulation import decode_simulation
 from cskv_cli.factorize import METHODS, Context
 from cskv_cli.modeling.cskv_structure import find_attention, find_decoder
@@ -28,12 +28,12 @@ class Exact:
     """What the full cache gives on one window.
 
     Attributes:
-        log_probabilities: at the scored tokens, [scored, vocabulary].
+        logits: at the scored tokens, [scored, vocabulary].
         hidden: the input of each decoder layer, [1, tokens, hidden]; none where only whole forwards are measured.
         attention: by layer, the arguments of its attention and its output [1, tokens, hidden].
     """
 
-    log_probabilities: torch.Tensor
+    logits: torch.Tensor
     hidden: list[torch.Tensor] = field(default_factory=list)
     attention: dict[int, tuple[tuple, dict[str, Any], torch.Tensor]] = field(default_factory=dict)
 
@@ -70,7 +70,7 @@ class Simulator:
                     hook = find_attention(layer).register_forward_hook(_keep(kept.attention, i), with_kwargs=True)
                     stack.callback(hook.remove)
             stack.callback(self._layers[0].register_forward_hook(self._see_output).remove)
-            kept.log_probabilities = log_probabilities(self.model, window)
+            kept.logits = predictions(self.model, window)
         return kept
 
     @torch.inference_mode()
@@ -84,8 +84,8 @@ class Simulator:
         hidden = exact.hidden[first] if exact.hidden else None
         hidden = (hidden,) if self._gives_tuples else hidden
         with starting_at(self._layers, first, hidden), decode_simulation(self.model, window.prefill):
-            predicted = log_probabilities(self.model, window)
-        return divergence(exact.log_probabilities, predicted).item()
+            predicted = predictions(self.model, window)
+        return divergence(exact.logits, predicted).item()
 
     @torch.inference_mode()
     def output_error(self, item: Item, option: Option, window: Window, exact: Exact) -> float:

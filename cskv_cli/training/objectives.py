@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from cskv_cli.checkpoint.layers import kv_projections
 from cskv_cli.data.recall import Window
-from cskv_cli.evaluation.divergence import divergence, log_probabilities
+from cskv_cli.evaluation.divergence import divergence, predictions
 from cskv_cli.evaluation.simulation import decode_simulation, latents_of
 from cskv_cli.modeling.cskv_cache import CSKVLayer
 from cskv_cli.modeling.cskv_structure import find_decoder
@@ -70,7 +70,7 @@ class Distillation:
 
     def _predict(self, window: Window) -> torch.Tensor:
         with precision(self.model):
-            return log_probabilities(self.model, window)
+            return predictions(self.model, window)
 
 
 class Reconstruction:
