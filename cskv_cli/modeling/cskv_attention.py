@@ -12,7 +12,8 @@ from torch import nn
 
 from .cskv_cache import CSKVCache, CSKVLayer
 from .cskv_decode import next_step, run_step
-from .cskv_factors import made_of_tile, up_projection
+from .cskv_factors import made_of_tile, made_of_token, up_projection
+from .cskv_rotation import Form, find_form
 from .cskv_structure import CACHE_NAMES, key_value_rows, repeats, takes, width_of_head
 
 SLIDING_ROTATE = "afmoe", "beam", "cohere2", "cohere2_moe", "flint"  # models without RoPE in full-attention layers
@@ -36,11 +37,12 @@ class CSKVAttention:
 
     @torch.compiler.disable  # its shapes are others with every token; the rest of the model can be compiled
     def _forward_with_latents(self, layer: CSKVLayer, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
-        step = next_step(self, layer, hidden_states, args, kwargs)
-        layer.stage(self, (self.k_down(hidden_states), self.v_down(hidden_states)), kwargs, step)
-        if step is not None:
-            return run_step(step, self, hidden_states, *args, **kwargs)
-        return super().forward(hidden_states, *args, **kwargs)
+        step, downs = next_step(self, layer, hidden_states, args, kwargs), (self.k_down, self.v_down)
+        if step is None:
+            layer.stage(self, tuple(down(hidden_states) for down in downs), kwargs)
+            return super().forward(hidden_states, *args, **kwargs)
+        layer.stage(self, made_of_token(downs, hidden_states), kwargs, step)
+        return run_step(step, self, hidden_states, *args, **kwargs)
 
     def rebuild_keys(self, latents: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """What the base layer does between its key projection and the cache, from latents [batch, tokens, rank].
@@ -120,6 +122,13 @@ class CSKVAttention:
         width = getattr(self, "rotary_ndims", self.head_dim)  # less than head_dim: StableLM, Phi
         turned = rotate(keys[..., :width], keys[..., :width], cos, sin)[1]
         return turned if width == self.head_dim else torch.cat([turned, keys[..., width:]], dim=-1)
+
+    def form_of(self, cos: torch.Tensor) -> Form:
+        """The form of `rotate`, which is the same for every cos; found once."""
+        known, kind = vars(self).setdefault("known_forms", {}), (cos.shape[-1], cos.dtype, cos.device)
+        if kind not in known:
+            known[kind] = find_form(self.rotate, cos, self.head_dim)
+        return known[kind]
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cskv_factors import GroupedUp
+from .cskv_factors import is_bare
 from .cskv_latents import Latents, whole_blocks
 from .cskv_rotation import Turn, can_take_apart
 from .cskv_structure import CACHE_NAMES
@@ -100,7 +100,7 @@ class DecodeStep:
         """[batch, groups, heads of a group, `width`]."""
         attention, latents, turn = self.attention, self.latents[0], None
         if self.rotates:
-            turn = self.rotary.turn(self.old, attention.rotate, query.shape[-1], query)
+            turn = self.rotary.turn(self.old, attention.form_of, query)
             query = turn.turned(query)
         plainly = functools.partial(self._scores_by_tile, query, turn)
         if not attention.plain:
@@ -224,7 +224,7 @@ def next_step(
     rotation, mask = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
     if mask is not None and not _is_of_one_row(mask, layer.get_seq_length() + 1):
         return None
-    if not all(_is_bare(up) for up in (attention.k_up, attention.v_up)):
+    if not all(is_bare(up) for up in (attention.k_up, attention.v_up)):
         return None
     given = attention.config._attn_implementation, *(name for name, value in kwargs.items() if value is not None)
     known = vars(attention).setdefault("known_calls", {})
@@ -237,11 +237,6 @@ def _is_of_one_row(mask: Any, total: int) -> bool:
     if not torch.is_tensor(mask) or mask.shape[-1] != total:
         return False
     return mask.dim() == 2 or mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1
-
-
-def _is_bare(up: nn.Module) -> bool:
-    """Whether its weight may be read without a call: no adapter (PEFT), no hook that brings it from elsewhere."""
-    return type(up) in (nn.Linear, GroupedUp) and "_hf_hook" not in vars(up)
 
 
 def _is_known(attention: CSKVAttention, hidden_states: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import nn
 
+SMALL = 2**17  # numbers in a matrix
+
 
 class GroupedUp(nn.Module):
     """A linear layer whose matrix is block-diagonal, the zeros left out.
@@ -34,6 +36,29 @@ class GroupedUp(nn.Module):
 def up_projection(rank: int, channels: int, groups: int, bias: bool) -> nn.Module:
     """B for latents of `rank` channels."""
     return nn.Linear(rank, channels, bias) if groups == 1 else GroupedUp(rank, channels, groups, bias)
+
+
+def is_bare(linear: nn.Module) -> bool:
+    """Whether its weight may be read without a call: no adapter (PEFT), no hook, of which one may bring it."""
+    hooked = linear._forward_hooks or linear._forward_pre_hooks or "_hf_hook" in vars(linear)
+    return type(linear) in (nn.Linear, GroupedUp) and not hooked
+
+
+def made_of_token(downs: tuple[nn.Module, ...], hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`down(hidden)` of one token [batch, 1, hidden] for each of `downs`.
+
+    A CPU takes longer to begin a product in 16 bits than to bring a small matrix to 32.
+    """
+    if hidden.device.type != "cpu" or hidden.dtype.itemsize != 2:
+        return tuple(down(hidden) for down in downs)
+    made, wide = [], hidden.float()
+    for down in downs:
+        weight = down.weight if is_bare(down) else None
+        if weight is None or weight.numel() > SMALL:
+            made.append(down(hidden))
+        else:
+            made.append(nn.functional.linear(wide, weight.float()).to(hidden.dtype))
+    return tuple(made)
 
 
 def made_of_tile(up: nn.Module, latents: torch.Tensor) -> torch.Tensor:

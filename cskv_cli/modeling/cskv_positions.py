@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .cskv_latents import whole_blocks
-from .cskv_rotation import Rotate, Turn, take_apart
+from .cskv_rotation import Form, Turn
 
 CPU_CHUNK = 1024  # tokens whose rotation is taken apart at once, so that what comes between is small
 
@@ -72,26 +72,30 @@ class RotaryHistory:
             self._rebuilt = self._some(0, length, like)
         return tuple(part.to(like.device) for part in self._rebuilt)
 
-    def turn(self, length: int, rotate: Rotate, dim: int, like: torch.Tensor) -> Turn:
+    def turn(self, length: int, form_of: Callable[[torch.Tensor], Form], like: torch.Tensor) -> Turn:
         """The rotation of the first `length` tokens, taken apart once for all layers (see `Turn`).
 
         Zeros follow, up to a whole block. On the device and in the dtype of `like`.
+
+        Args:
+            form_of: the form of a layer's rotation, given cos.
         """
         if self._turn is None:
-            self._turn = self._take_apart(length, rotate, dim, like)
+            self._turn = self._take_apart(length, form_of, like)
         if self._turn.factors.device == like.device:
             return self._turn
         return Turn(*(part.to(like.device) for part in self._turn))
 
-    def _take_apart(self, length: int, rotate: Rotate, dim: int, like: torch.Tensor) -> Turn:
-        whole, chunk = whole_blocks(length), CPU_CHUNK if like.device.type == "cpu" else length
-        factors = None
+    def _take_apart(self, length: int, form_of: Callable[[torch.Tensor], Form], like: torch.Tensor) -> Turn:
+        chunk, factors = CPU_CHUNK if like.device.type == "cpu" else length, None
         for start in range(0, length, chunk):
-            part = take_apart(rotate, self._some(start, min(start + chunk, length), like), dim, like.dtype)
+            cos, sin = self._some(start, min(start + chunk, length), like)
+            form = form_of(cos)
+            part = form.factors(cos, sin)
             if factors is None:
-                factors = part.factors.new_zeros(*part.factors.shape[:-1], whole)
-            factors[..., start : start + part.factors.shape[-1]] = part.factors
-        return part._replace(factors=factors)
+                factors = like.new_zeros(*part.shape[:-1], whole_blocks(length))
+            factors[..., start : start + part.shape[-1]] = part
+        return form.turn(factors)
 
     def _some(self, start: int, stop: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.positions is not None:

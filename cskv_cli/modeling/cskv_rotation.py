@@ -30,7 +30,7 @@ class Turn(NamedTuple):
 
     def turned(self, query: torch.Tensor) -> torch.Tensor:
         """A query [..., head_dim] as keys that are `applied` meet it: [..., 2 * head_dim]."""
-        return query.index_select(-1, self.places) * self.signs
+        return query[..., self.places] * self.signs
 
     def applied(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Keys [batch, heads, head_dim, tokens] as a turned query meets them: [batch, heads, 2 * head_dim, tokens].
@@ -40,24 +40,50 @@ class Turn(NamedTuple):
         return (keys.unsqueeze(2) * self.factors[..., start : start + keys.shape[-1]]).flatten(2, 3)
 
 
-def take_apart(rotate: Rotate, rotation: tuple[torch.Tensor, torch.Tensor], dim: int, dtype: torch.dtype) -> Turn:
-    """Find Q, and the factors of the tokens, by asking `rotate` about keys of zeros and ones.
+class Form(NamedTuple):
+    """How the rotation of a token is made of its cos and sin; the same for all tokens.
+
+    Attributes:
+        places, signs: see `Turn`.
+        columns: which numbers of [cos, sin, 1, 0] the factors of `Turn` are, [2 * head_dim].
+    """
+
+    places: torch.Tensor
+    signs: torch.Tensor
+    columns: torch.Tensor
+
+    def factors(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Those of tokens with cos and sin [1 or batch, tokens, width], as in `Turn`."""
+        one = torch.ones_like(cos[..., :1].mT)
+        numbers = torch.cat([cos.mT, sin.mT, one, 0 * one], dim=1)
+        return numbers.index_select(1, self.columns).unflatten(1, (1, 2, -1))
+
+    def turn(self, factors: torch.Tensor) -> Turn:
+        """With the factors of some tokens, their rotation."""
+        return Turn(self.places, self.signs.to(factors.dtype), factors)
+
+
+def find_form(rotate: Rotate, cos: torch.Tensor, dim: int) -> Form:
+    """Find Q, and what becomes of cos and sin, by asking `rotate` about keys, cos and sin of zeros and ones.
 
     Args:
-        rotation: cos and sin of the tokens, as the model's own rotary embedding gives them.
+        cos: of any tokens, as the model's own rotary embedding gives it: for its width, dtype and device.
         dim: dimensions of a head; those that are not rotated get a cos of 1 and a sin of 0.
-        dtype: of what is returned.
     """
-    cos, sin = rotation
-    none, one = torch.zeros_like(cos[:1, :1]), torch.ones_like(cos[:1, :1])
-    every = torch.eye(dim, dtype=cos.dtype, device=cos.device)[None, :, None]  # a head for each dimension
+    none, one, width = torch.zeros_like(cos[:1, :1]), torch.ones_like(cos[:1, :1]), cos.shape[-1]
+    each = torch.eye(width, dtype=cos.dtype, device=cos.device)[None]  # a token for each number of cos
+    every = torch.eye(dim, dtype=cos.dtype, device=cos.device)[None, :, None]  # a head for each dimension of a key
     quarter = (rotate(every, none, one) - rotate(every, none, none))[0, :, 0]
-    ones = cos.new_ones(*cos.shape[:1], 1, cos.shape[1], dim)
-    factors = rotate(ones, cos, torch.zeros_like(sin)), rotate(ones * quarter.sum(1), torch.zeros_like(cos), sin)
     both = torch.cat([every[0, :, 0], quarter.T], dim=1)
     places = both.abs().argmax(0)
-    signs = both.gather(0, places[None])[0]
-    return Turn(places, signs.to(dtype), torch.stack([part.mT.to(dtype) for part in factors], dim=2))
+    columns = []
+    for i, key in enumerate((torch.ones_like(quarter[0]), quarter.sum(1))):
+        fixed = rotate(key[None, None, None], none, none)[0, 0]
+        keys, rotation = key.expand(1, 1, width, -1), (each, 0 * each) if i == 0 else (0 * each, each)
+        moved = (rotate(keys, *rotation)[0, 0] - fixed).abs()
+        constant = torch.where(fixed[0] == 1, 2 * width, 2 * width + 1)
+        columns.append(torch.where(moved.any(0), moved.argmax(0) + i * width, constant))
+    return Form(places, both.gather(0, places[None])[0], torch.cat(columns))
 
 
 def can_take_apart(rotate: Rotate, rotation: tuple[torch.Tensor, torch.Tensor], dim: int) -> bool:
@@ -65,6 +91,7 @@ def can_take_apart(rotate: Rotate, rotation: tuple[torch.Tensor, torch.Tensor], 
     cos, sin = (part[:1].float() for part in rotation)
     generator = torch.Generator().manual_seed(0)
     keys, query = (torch.randn(1, 2, cos.shape[1], dim, generator=generator).to(cos.device) for _ in range(2))
-    turn = take_apart(rotate, (cos, sin), dim, torch.float32)
+    form = find_form(rotate, cos, dim)
+    turn = form.turn(form.factors(cos, sin))
     got = torch.einsum("bhtd,bhdt->bht", turn.turned(query), turn.applied(keys.mT))
     return torch.allclose(got, (query * rotate(keys, cos, sin)).sum(-1), rtol=1e-3, atol=1e-3)

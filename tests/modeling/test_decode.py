@@ -283,6 +283,17 @@ def test_hooked_projections_are_called(steps):
     assert calls and not steps
 
 
+@pytest.mark.parametrize("way", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_on_latents_are_called(way, steps):
+    """In 16 bits, where a CPU reads the weights of small projections."""
+    model, calls = copy.deepcopy(cskv("Llama", "low")).bfloat16(), []
+    for layer in model.model.layers:
+        for part in ("k_down", "v_down"):
+            getattr(getattr(layer.self_attn, part), way)(lambda module, *args: calls.append(module))
+    decode(model, tokens(1, LENGTH), SIZES)
+    assert steps and len(calls) == 2 * len(model.model.layers) * len(SIZES)
+
+
 def test_a_cache_made_in_inference_mode_goes_on_outside(steps):
     model, ids = cskv("Llama", "low, 4 bit"), tokens(2, LENGTH)
     expected, cache = decode(model, ids, SIZES), new_cache(model)
@@ -305,5 +316,5 @@ def test_a_step_leaves_no_trace_in_the_model():
     names = {name: set(vars(module)) for name, module in model.named_modules()}
     decode(model, tokens(1, LENGTH), SIZES)
     for name, module in model.named_modules():
-        assert set(vars(module)) - names[name] <= {"known_calls", "plain"}
+        assert set(vars(module)) - names[name] <= {"known_calls", "known_forms", "plain", "rotates"}
         assert not [part for part in vars(module).values() if isinstance(part, nn.Module | DecodeStep)]
