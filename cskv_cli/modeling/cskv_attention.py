@@ -12,7 +12,7 @@ from torch import nn
 
 from .cskv_cache import CSKVCache, CSKVLayer
 from .cskv_decode import next_step, run_step
-from .cskv_factors import made_of_tile, made_of_token, up_projection
+from .cskv_factors import Scratch, made_of_tile, made_of_token, up_projection
 from .cskv_rotation import Form, find_form
 from .cskv_structure import CACHE_NAMES, key_value_rows, repeats, takes, width_of_head
 
@@ -64,7 +64,7 @@ class CSKVAttention:
         keys = self._repeat(keys.transpose(1, 2))
         return self.rotate(keys, *rotation) if rotation is not None and self.rotates else keys
 
-    def rebuild_key_tile(self, latents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def rebuild_key_tile(self, latents: torch.Tensor, dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
         """Keys before their rotation, tokens last, from latents [batch, rank, tokens].
 
         Returns:
@@ -72,7 +72,7 @@ class CSKVAttention:
         """
         if not self.plain:
             return self.rebuild_keys(latents.mT, None).mT.to(dtype)
-        return made_of_tile(self.k_up, latents.to(dtype)).unflatten(1, (-1, self.head_dim))
+        return made_of_tile(self.k_up, latents.to(dtype), scratch).unflatten(1, (-1, self.head_dim))
 
     def rebuild_values(self, latents: torch.Tensor) -> torch.Tensor:
         """As `rebuild_keys`, between the value projection and the cache: values [batch, heads, tokens, head_dim]."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from .cskv_factors import Scratch
 from .cskv_layer import CSKVLayer, tokens_kept
 from .cskv_positions import RotaryHistory, Rows, TensorMap
 from .cskv_quantizer import Quantizer
@@ -27,12 +28,13 @@ class CSKVCache(Cache):
         cskv = config.cskv
         layers = DynamicCache(config=config).layers
         kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"] * len(layers)
-        self.rows = Rows()
+        self.rows, self.scratch = Rows(), Scratch()
         self.rotaries = {kind: RotaryHistory(kind) for kind in kinds}
         for i, rank in enumerate(cskv["rank_k"]):
             if rank is not None:
                 quantizers = _quantizer(cskv, "k", i), _quantizer(cskv, "v", i)
-                layers[i] = CSKVLayer(cskv["window"], cskv["sinks"], quantizers, self.rows, self.rotaries[kinds[i]])
+                shared = self.rows, self.rotaries[kinds[i]], self.scratch
+                layers[i] = CSKVLayer(cskv["window"], cskv["sinks"], quantizers, *shared)
         self.recorded_for_generate = False
         super().__init__(layers=layers, **kwargs)
 
@@ -53,6 +55,7 @@ class CSKVCache(Cache):
     def end(self) -> None:
         """After each forward: keep nothing that can be computed again."""
         self.rows.end()
+        self.scratch.end()
         for layer in self.layers:
             if isinstance(layer, CSKVLayer):
                 layer.unstage()

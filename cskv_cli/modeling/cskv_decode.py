@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .cskv_layer import CSKVLayer
 
 CPU_TILE, GPU_TILE = 2**20, 2**26  # numbers in a tile of rotated keys: on a CPU it should stay in its cache
+SMALL_SUM = 2**15  # numbers in latents that a CPU brings to 32 bits sooner than it begins a product in 16
 GENERIC = {"sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}  # know only what they are given
 EAGER_LIKE = "llama", "gemma2", "gpt_oss"  # models whose own eager attention is the one below
 GIVEN = {"attention_mask", "scaling", "softcap", "s_aux"}
@@ -58,7 +59,7 @@ class DecodeStep:
         """
         self.latents, self.old = [store.as_it_is() for store in layer.latents], old
         self.width = min(whole_blocks(old), *(store.capacity for store in self.latents))
-        self.rows, self.rotary, self.sinks = layer.rows, layer.rotary, layer.sinks
+        self.rows, self.rotary, self.sinks, self.scratch = layer.rows, layer.rotary, layer.sinks, layer.scratch
 
     def __call__(
         self,
@@ -113,8 +114,8 @@ class DecodeStep:
         scores, tile = [], self._tile(query)
         for start in range(0, self.width, tile):
             latents = self.latents[0].tile(start, min(start + tile, self.width))
-            keys = self.attention.rebuild_key_tile(latents, self.large)
-            scores.append(query @ (keys if turn is None else turn.applied(keys, start)))
+            keys = self.attention.rebuild_key_tile(latents, self.large, self.scratch)
+            scores.append(query @ (keys if turn is None else turn.applied(keys, start, self.scratch)))
         return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
 
     def _masked(
@@ -139,7 +140,8 @@ class DecodeStep:
         up, latents, heads = self.attention.v_up, self.latents[1], weights.flatten(1, 2)
         groups, tile = latents.rank // up.weight.shape[1], self._tile(weights)
         if latents.packed is None:
-            context = latents.weighted_sum(heads.to(self.large), groups, tile)
+            dtype = self.work if latents.rank * self.width <= SMALL_SUM else self.large
+            context = latents.weighted_sum(heads.to(dtype), groups, tile)
         else:
             plainly = functools.partial(latents.weighted_sum, heads, groups, tile)
 

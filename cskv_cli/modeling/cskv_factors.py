@@ -61,15 +61,37 @@ def made_of_token(downs: tuple[nn.Module, ...], hidden: torch.Tensor) -> tuple[t
     return tuple(made)
 
 
-def made_of_tile(up: nn.Module, latents: torch.Tensor) -> torch.Tensor:
+class Scratch:
+    """Memory that the layers of one forward write to in turn: a CPU takes longer to get new pages than to fill them."""
+
+    def __init__(self) -> None:
+        self.end()
+
+    def take(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor | None:
+        """What an operation writes to, over what `name` gave before; None, for a new tensor, where that is as good."""
+        if like.device.type != "cpu":
+            return None
+        held, size = self._held.get(name), math.prod(shape)
+        if held is None or held.numel() < size or held.dtype != like.dtype:
+            held = self._held[name] = like.new_empty(size)
+        return held[:size].view(shape)
+
+    def end(self) -> None:
+        """After a forward: give it back."""
+        self._held: dict[str, torch.Tensor] = {}
+
+
+def made_of_tile(up: nn.Module, latents: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     """`up(latents.mT).mT` of latents [batch, rank, tokens]: [batch, channels, tokens], which lie as the latents do."""
     weight, bias = up.weight.to(latents.dtype), up.bias
-    batch, rank, groups = len(latents), latents.shape[1], latents.shape[1] // weight.shape[1]
-    if groups == 1 and bias is None:
-        return torch.bmm(weight.expand(batch, -1, -1), latents)
-    blocks = weight.unflatten(0, (groups, -1)).expand(batch, -1, -1, -1).flatten(0, 1)
-    latents = latents.unflatten(1, (groups, rank // groups)).flatten(0, 1)
+    batch, rank, tokens = latents.shape
+    groups = rank // weight.shape[1]
+    blocks = weight.view(1, groups, -1, weight.shape[1]).expand(batch, -1, -1, -1).flatten(0, 1)
+    latents = latents.reshape(batch * groups, -1, tokens)
+    out = scratch.take("keys", (*blocks.shape[:2], tokens), latents)
     if bias is None:
-        return torch.bmm(blocks, latents).unflatten(0, (batch, groups)).flatten(1, 2)
-    bias = bias.to(latents.dtype).unflatten(0, (groups, -1)).expand(batch, -1, -1).flatten(0, 1).unsqueeze(-1)
-    return torch.baddbmm(bias, blocks, latents).unflatten(0, (batch, groups)).flatten(1, 2)
+        made = torch.bmm(blocks, latents, out=out)
+    else:
+        bias = bias.to(latents.dtype).view(1, groups, -1).expand(batch, -1, -1).flatten(0, 1).unsqueeze(-1)
+        made = torch.baddbmm(bias, blocks, latents, out=out)
+    return made.view(batch, -1, tokens)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from .cskv_factors import Scratch
 from .cskv_latents import Latents
 from .cskv_positions import RotaryHistory, Rows, TensorMap
 
@@ -26,9 +27,11 @@ class CSKVLayer(CacheLayerMixin):
 
     is_sliding, is_croppable, is_compileable, supports_early_init = False, True, False, False
 
-    def __init__(self, window: int, sinks: int, quantizers: tuple, rows: Rows, rotary: RotaryHistory) -> None:
+    def __init__(
+        self, window: int, sinks: int, quantizers: tuple, rows: Rows, rotary: RotaryHistory, scratch: Scratch
+    ) -> None:
         super().__init__()
-        self.window, self.sinks, self.rows, self.rotary = window, sinks, rows, rotary
+        self.window, self.sinks, self.rows, self.rotary, self.scratch = window, sinks, rows, rotary, scratch
         self.quantizers = quantizers
         self.record_past = False
         self.whole = False  # whether someone wants to see the attention weights, so that all keys must be there

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from .cskv_factors import Scratch
+
 Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Rotates keys [batch, heads, tokens, head_dim], given cos and sin [1 or batch, tokens, rotated dimensions]."""
 
@@ -32,12 +34,14 @@ class Turn(NamedTuple):
         """A query [..., head_dim] as keys that are `applied` meet it: [..., 2 * head_dim]."""
         return query[..., self.places] * self.signs
 
-    def applied(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
+    def applied(self, keys: torch.Tensor, start: int, scratch: Scratch) -> torch.Tensor:
         """Keys [batch, heads, head_dim, tokens] as a turned query meets them: [batch, heads, 2 * head_dim, tokens].
 
         The first of them is token `start` of those that this is the rotation of.
         """
-        return (keys.unsqueeze(2) * self.factors[..., start : start + keys.shape[-1]]).flatten(2, 3)
+        batch, heads, dim, tokens = keys.shape
+        out = scratch.take("turned keys", (batch, heads, 2, dim, tokens), keys)
+        return torch.mul(keys.unsqueeze(2), self.factors[..., start : start + tokens], out=out).flatten(2, 3)
 
 
 class Form(NamedTuple):
@@ -93,5 +97,5 @@ def can_take_apart(rotate: Rotate, rotation: tuple[torch.Tensor, torch.Tensor], 
     keys, query = (torch.randn(1, 2, cos.shape[1], dim, generator=generator).to(cos.device) for _ in range(2))
     form = find_form(rotate, cos, dim)
     turn = form.turn(form.factors(cos, sin))
-    got = torch.einsum("bhtd,bhdt->bht", turn.turned(query), turn.applied(keys.mT))
+    got = torch.einsum("bhtd,bhdt->bht", turn.turned(query), turn.applied(keys.mT, 0, Scratch()))
     return torch.allclose(got, (query * rotate(keys, cos, sin)).sum(-1), rtol=1e-3, atol=1e-3)

@@ -8,8 +8,10 @@ import torch
 import transformers
 from torch import nn
 
+from cskv_cli.evaluation.held import reachable_bytes
 from cskv_cli.modeling import cskv_attention, cskv_decode, cskv_positions
 from cskv_cli.modeling.cskv_decode import DecodeStep
+from cskv_cli.modeling.cskv_factors import Scratch
 from cskv_cli.modeling.cskv_latents import BLOCK
 from tests.families import FAMILIES, base_model, compressed, truncated
 from tests.modeling.decoding import RANK, base, close, cskv, decode, new_cache, padding, run, tokens
@@ -309,6 +311,24 @@ def test_nothing_old_is_copied_for_a_token():
     places = [store.recent.data_ptr() for store in stores]
     decode(model, tokens(1, 20), [1] * 20, cache)
     assert [store.recent.data_ptr() for store in stores] == places
+
+
+def test_layers_write_to_the_same_memory_and_give_it_back(monkeypatch, steps):
+    model, taken, plain = cskv("Llama", "low"), [], Scratch.take
+    cache = new_cache(model)
+
+    def watched(scratch, name, *rest):
+        got = plain(scratch, name, *rest)
+        taken.append((name, got.data_ptr()))
+        return got
+
+    decode(model, tokens(2, LENGTH), SIZES, cache)
+    monkeypatch.setattr(Scratch, "take", watched)
+    decode(model, tokens(2, 1), [1], cache)
+    names = [name for name, _ in taken]
+    assert set(names) == {"keys", "turned keys"} and len({*taken}) == 2
+    assert names.count("keys") == len(model.model.layers)
+    assert reachable_bytes(cache.scratch) == 0
 
 
 def test_a_step_leaves_no_trace_in_the_model():

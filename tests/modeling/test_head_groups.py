@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cskv_cli.modeling.cskv_factors import GroupedUp, made_of_tile
+from cskv_cli.modeling.cskv_factors import GroupedUp, Scratch, made_of_tile
 from tests.families import base_model, compressed
 from tests.modeling.decoding import base, close, decode, padding, tokens
 from tests.modeling.test_decode import LENGTH, PROMPT, SIZES, both
@@ -58,6 +58,6 @@ def test_a_tile_has_tokens_last(bias):
         torch.nn.init.normal_(up.bias)
     latents = torch.randn(2, 40, 12)
     with torch.no_grad():
-        torch.testing.assert_close(made_of_tile(up, latents.mT[..., 5:25]), up(latents[:, 5:25]).mT)
+        torch.testing.assert_close(made_of_tile(up, latents.mT[..., 5:25], Scratch()), up(latents[:, 5:25]).mT)
         whole = torch.block_diag(*up.weight.chunk(3)) @ latents.mT
         torch.testing.assert_close(up(latents), (whole.mT + up.bias) if bias else whole.mT)
