@@ -4,7 +4,6 @@ A plain forward pass never reads the compressed history, since prefill is exact;
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cskv_cli.modeling.cskv_cache import CSKVCache, CSKVLayer
-from cskv_cli.modeling.cskv_decode import StepConfig, asks_for_function
+from cskv_cli.modeling.cskv_decode import StepConfig, asks_for_function, eager_function
 from cskv_cli.modeling.cskv_structure import attentions, cache_name
 
 BLOCK = 128  # queries whose attention is computed together
@@ -61,7 +60,7 @@ def _attention_function(attention: nn.Module) -> Callable | None:
     if not asks_for_function(attention):
         return None
     if attention.config._attn_implementation == "eager":
-        return getattr(sys.modules[attention.base.__module__], "eager_attention_forward", None)
+        return eager_function(attention.base)
     return ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
 
 

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -282,10 +283,15 @@ class _Trial:
         return query.transpose(1, 2), None
 
 
+def eager_function(base: type) -> Callable | None:
+    """A model's own attention function, where it has one by the usual name."""
+    return getattr(sys.modules[base.__module__], "eager_attention_forward", None)
+
+
 @functools.cache
 def _has_known_eager(base: type) -> bool:
     """Whether a model's own attention function is, instruction by instruction, one that `DecodeStep` stands for."""
-    function = getattr(sys.modules[base.__module__], "eager_attention_forward", None)
+    function = eager_function(base)
     known = (importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in EAGER_LIKE)
     return function is not None and any(_code(function) == _code(model.eager_attention_forward) for model in known)
 
