@@ -125,11 +125,10 @@ class Subject:
             cache = CSKVCache(model.config)
             positions = torch.arange(self.context, device=self.device)[None]
             place = {"position_ids": positions, "position_embeddings": model.model.rotary_emb(keys, positions)}
+            hidden = torch.randn(1, self.context, model.config.hidden_size, device=self.device, dtype=dtype)
             cache.begin(model.model, None)
             for layer, held in zip(model.model.layers, cache.layers, strict=True):
-                ranks = layer.self_attn.k_down.out_features, layer.self_attn.v_down.out_features
-                latents = [torch.randn(1, self.context, rank, device=self.device, dtype=dtype) for rank in ranks]
-                held.stage(layer.self_attn, latents, place)
+                held.stage(layer.self_attn, hidden, place)
                 held.update(keys, values)
             cache.end()
         else:

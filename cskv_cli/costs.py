@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from cskv_cli.layout import Layout
 from cskv_cli.memory import Shape, latent_bytes
+from cskv_cli.modeling.cskv_layer import WAITING
 from cskv_cli.modeling.cskv_structure import attentions, width_of_head
 from cskv_cli.training.student import PARTS
 
@@ -83,8 +84,9 @@ def cskv_step(dims: Dims, layout: Layout, tokens: int, batch: int = 1) -> Step:
             for name, ranks, bits in (("k", layout.rank_k, layout.bits_k), ("v", layout.rank_v, layout.bits_v))
         )
         layers.append(Step(adds, latents + exact * dims.shape.token_bytes))
+    at_once = min(WAITING, layout.window)  # tokens that A is read for
     factors = sum(
-        rank * (dims.hidden + dims.shape.channels / layout.head_groups)
+        rank * (dims.hidden / at_once + dims.shape.channels / layout.head_groups)
         for ranks in (layout.rank_k, layout.rank_v)
         for rank in ranks
         if rank is not None

@@ -9,20 +9,21 @@ from cskv_cli.costs import Dims, Machine, Step, base_step, cskv_step, dims_of, m
 from cskv_cli.memory import Shape, base_bytes, cache_bytes
 from cskv_cli.modeling.cskv_latents import BLOCK
 from tests.families import base_model, compressed, truncated
-from tests.modeling.decoding import cskv, decode, new_cache, run, tokens
+from tests.modeling.decoding import cskv, decode, new_cache, run, tokens, waiting
 from tests.modeling.test_head_groups import SETTINGS, grouped
 
 BATCH = 2
 CONTEXT = BLOCK + SETTINGS["window"] - 1  # then a step after one more meets a whole block of old tokens
 
 
-def counted(model, context=CONTEXT):
-    """Multiply-adds of the matrix products of one step, not the first."""
+def counted(model, context=CONTEXT, batched=False):
+    """Multiply-adds of the matrix products of one step, not the first; or only of those over the cache."""
     cache = new_cache(model)
-    decode(model, tokens(BATCH, context), [context - 1, 1], cache)
+    decode(model, tokens(BATCH, context), [context - 8, *[1] * 8], cache)  # since then, every layer made latents
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         run(model, tokens(BATCH, 1), cache)
-    return counter.get_total_flops() / 2
+    counts = counter.get_flop_counts()["Global"]
+    return sum(count for name, count in counts.items() if not batched or "bmm" in str(name)) / 2
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -34,15 +35,21 @@ def test_multiply_adds_are_those_of_a_step(groups):
     layout, dims = layout_of(model), dims_of(model, shape_of(model))
     assert counted(base) == pytest.approx(base_step(dims, layout, CONTEXT + 1, BATCH).multiply_adds, rel=0.01)
     sinks = BATCH * 4 * SETTINGS["sinks"] * (12 / groups * (32 + 4) + 64 + 64)  # rebuilt with the others, for nothing
-    expected = cskv_step(dims, layout, CONTEXT + 1, BATCH).multiply_adds + sinks
+    before, after = (sum(waiting("low", CONTEXT - 8, count, i) for i in range(4)) for count in (CONTEXT, CONTEXT + 1))
+    made = before + 4 - after
+    late = BATCH * (4 - made) * dims.hidden * 2 * 12  # latents of these tokens, or of those before them
+    expected = cskv_step(dims, layout, CONTEXT + 1, BATCH).multiply_adds + sinks - late
+    assert made == 8
     assert counted(model) == pytest.approx(expected, rel=0.01)
 
 
 def test_operations_are_those_of_a_whole_block():
     """So that their sizes, which oneDNN prepares for, change only once in a block."""
     model = cskv("Llama", "low", window=4)
-    exact = [counted(model, BLOCK + 3 + more) for more in (1, 2, BLOCK - 1, BLOCK)]
-    assert len({*exact}) == 1 and counted(model, BLOCK + 3) < exact[0] < counted(model, 2 * BLOCK + 4)
+    before, *exact, after = [
+        counted(model, BLOCK + 3 + more, batched=True) for more in (0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1)
+    ]
+    assert len({*exact}) == 1 and before < exact[0] < after
 
 
 @pytest.mark.parametrize("setting", ["low", "low, 4 bit"])
@@ -54,7 +61,8 @@ def test_bytes_are_those_of_the_cache_and_the_weights(setting):
     factors = 4 * 2 * 12 * (64 + 32) * 4
     assert base_step(dims, layout, 90, 3).bytes == weights - factors + 3 * base_bytes(shape, layout, 90)
     cache = cache_bytes(shape, layout, 90) - 4 * 90  # positions
-    assert cskv_step(dims, layout, 90, 3).bytes == pytest.approx(weights + 3 * cache, rel=0.02)
+    unread = 4 * 2 * 12 * 64 * 4 * 7 / 8  # A, which a step reads an eighth of
+    assert cskv_step(dims, layout, 90, 3).bytes == pytest.approx(weights - unread + 3 * cache, rel=0.02)
 
 
 def test_a_step_takes_what_the_scarcer_of_the_two_takes():

@@ -55,8 +55,7 @@ class Prefill:
             cache.begin(find_decoder(model).module, self.mask)
         for layer, attention, states in zip(cache.layers, attentions(model), self.layers, strict=True):
             if isinstance(layer, CSKVLayer):
-                latents = attention.k_down(states.hidden), attention.v_down(states.hidden)
-                layer.stage(attention, latents, states.rotation)
+                layer.stage(attention, states.hidden, states.rotation)
             layer.update(states.keys, states.values)
             if isinstance(layer, BaselineLayer):
                 layer.settle(states.received)

@@ -12,7 +12,7 @@ from torch import nn
 
 from .cskv_cache import CSKVCache, CSKVLayer
 from .cskv_decode import next_step, run_step
-from .cskv_factors import Scratch, made_of_tile, made_of_token, up_projection
+from .cskv_factors import Scratch, made_of_tile, up_projection
 from .cskv_rotation import Form, find_form
 from .cskv_structure import CACHE_NAMES, key_value_rows, repeats, takes, width_of_head
 
@@ -23,12 +23,12 @@ class CSKVAttention:
     """Goes in front of a transformers attention class, whose forward stays as it is.
 
     `k_down` and `k_up` are A and B of the paper's eq. 1 for the keys, `v_down` and `v_up` for the values. The layer
-    stages the latents of the new tokens in its cache layer; the base forward then calls `update`, which gives it exact
-    keys and values for the tokens of the window and rebuilt ones for the rest.
+    stages the hidden states of the new tokens in its cache layer; the base forward then calls `update`, which makes
+    latents of them, and gives it exact keys and values for the tokens of the window and rebuilt ones for the rest.
     """
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
-        """The base layer's forward, with the latents of `hidden_states` [batch, new, hidden] staged before it."""
+        """The base layer's forward, with `hidden_states` [batch, new, hidden] staged before it for their latents."""
         cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
         layer = cache.layers[self.layer_idx] if isinstance(cache, CSKVCache) else None
         if isinstance(layer, CSKVLayer):
@@ -37,11 +37,10 @@ class CSKVAttention:
 
     @torch.compiler.disable  # its shapes are others with every token; the rest of the model can be compiled
     def _forward_with_latents(self, layer: CSKVLayer, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
-        step, downs = next_step(self, layer, hidden_states, args, kwargs), (self.k_down, self.v_down)
+        step = next_step(self, layer, hidden_states, args, kwargs)
+        layer.stage(self, hidden_states, kwargs, step)
         if step is None:
-            layer.stage(self, tuple(down(hidden_states) for down in downs), kwargs)
             return super().forward(hidden_states, *args, **kwargs)
-        layer.stage(self, made_of_token(downs, hidden_states), kwargs, step)
         return run_step(step, self, hidden_states, *args, **kwargs)
 
     def rebuild_keys(self, latents: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
@@ -72,7 +71,8 @@ class CSKVAttention:
         """
         if not self.plain:
             return self.rebuild_keys(latents.mT, None).mT.to(dtype)
-        return made_of_tile(self.k_up, latents.to(dtype), scratch).unflatten(1, (-1, self.head_dim))
+        keys = made_of_tile(self.k_up, latents.to(dtype), scratch)
+        return keys.view(keys.shape[0], -1, self.head_dim, keys.shape[2])
 
     def rebuild_values(self, latents: torch.Tensor) -> torch.Tensor:
         """As `rebuild_keys`, between the value projection and the cache: values [batch, heads, tokens, head_dim]."""

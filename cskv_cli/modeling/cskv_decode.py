@@ -60,7 +60,8 @@ class DecodeStep:
         """
         self.latents, self.old = [store.as_it_is() for store in layer.latents], old
         self.width = min(whole_blocks(old), *(store.capacity for store in self.latents))
-        self.rows, self.rotary, self.sinks, self.scratch = layer.rows, layer.rotary, layer.sinks, layer.scratch
+        self.exact, self.scratch = layer.exact, layer.scratch
+        self.rows, self.rotary, self.sinks = layer.rows, layer.rotary, layer.sinks
 
     def __call__(
         self,
@@ -83,23 +84,27 @@ class DecodeStep:
         Returns:
             [batch, 1, heads, head_dim], and None for the weights.
         """
-        exact, dim = key.shape[2], query.shape[-1]
-        full, self.work, self.large = _precisions(query)
-        scaling = dim**-0.5 if scaling is None else scaling
-        grouped = query.view(len(query), key.shape[1], -1, dim).to(self.work) * scaling
-        new, old = grouped @ key.to(self.work).mT, self._old_scores(grouped.to(self.large))
-        scores = torch.cat([new, old], dim=-1).to(full)
-        scores = self._masked(scores, exact, attention_mask, softcap)
+        self.batch, groups, exact, dim = key.shape
+        self.full, self.work, self.large = _precisions(query.dtype, query.device.type)
+        self.scaling, self.tile = dim**-0.5 if scaling is None else scaling, self._tile(groups, query.device.type)
+        query = query.reshape(self.batch * groups, -1, dim)  # 3-D, as products want it
+        key, given = (part.flatten(0, 1) for part in self.exact.to(self.work).unbind(1))
+        new = self._product(query.to(self.work), key.mT)
+        scores = torch.cat([new.to(self.full), self._old_scores(query.to(self.large)).to(self.full)], dim=-1)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        bias = self.rows.bias(attention_mask, self.sinks, self.old, self.old + exact - self.sinks, self.width, scores)
+        scores.view(self.batch, -1, *scores.shape[1:]).add_(bias)
         if s_aux is not None:
-            aside = s_aux.to(full).view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, -1)
+            aside = s_aux.to(self.full).view(groups, -1, 1).repeat(self.batch, 1, 1)
             scores = torch.cat([scores, aside], dim=-1)
         weights = scores.softmax(-1)
-        output = weights[..., :exact].to(self.work) @ value.to(self.work)
-        output = output + self._old_values(weights[..., exact : exact + self.width])
-        return output.to(value.dtype).view(len(query), 1, -1, dim), None
+        old = self._old_values(weights[..., exact : exact + self.width])
+        output = torch.baddbmm(old, weights[..., :exact].to(self.work), given)
+        return output.to(value.dtype).view(self.batch, 1, -1, dim), None
 
     def _old_scores(self, query: torch.Tensor) -> torch.Tensor:
-        """[batch, groups, heads of a group, `width`]."""
+        """[batch * groups, heads of a group, `width`]."""
         attention, latents, turn = self.attention, self.latents[0], None
         if self.rotates:
             turn = self.rotary.turn(self.old, attention.form_of, query)
@@ -107,83 +112,81 @@ class DecodeStep:
         plainly = functools.partial(self._scores_by_tile, query, turn)
         if not attention.plain:
             return plainly()
-        factors = None if turn is None else turn.factors
-        kernel = functools.partial(key_scores, latents, attention.k_up, query, factors, self.width)
-        return self._fused("keys", query.shape[1:3], latents, kernel, plainly)
+
+        def kernel() -> torch.Tensor:
+            by_row, factors = query.unflatten(0, (self.batch, -1)), None if turn is None else turn.factors
+            return key_scores(latents, attention.k_up, by_row, factors, self.width).flatten(0, 1) * self.scaling
+
+        return self._fused("keys", query, latents, kernel, plainly)
 
     def _scores_by_tile(self, query: torch.Tensor, turn: Turn | None) -> torch.Tensor:
-        scores, tile = [], self._tile(query)
-        for start in range(0, self.width, tile):
-            latents = self.latents[0].tile(start, min(start + tile, self.width))
+        scores = []
+        for start in range(0, self.width, self.tile):
+            latents = self.latents[0].tile(start, min(start + self.tile, self.width))
             keys = self.attention.rebuild_key_tile(latents, self.large, self.scratch)
-            scores.append(query @ (keys if turn is None else turn.applied(keys, start, self.scratch)))
+            keys = keys if turn is None else turn.applied(keys, start, self.scratch)
+            scores.append(self._product(query, keys.flatten(0, 1)))
         return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
 
-    def _masked(
-        self, scores: torch.Tensor, exact: int, mask: torch.Tensor | None, softcap: float | None
-    ) -> torch.Tensor:
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        seen, total = exact + self.old, self.old + exact - self.sinks
-        scores[..., seen:] = -torch.inf
-        bias = self.rows.bias(mask, self.sinks, self.old, total, scores.device)
-        if bias is None:
-            scores[..., exact : exact + self.sinks] = -torch.inf
-        else:
-            scores[..., :seen].add_(bias.to(scores.device))
-        return scores
+    def _product(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Scaled before it is rounded."""
+        return torch.baddbmm(query.new_empty(()), query, keys, beta=0, alpha=self.scaling)
 
     def _old_values(self, weights: torch.Tensor) -> torch.Tensor:
-        """The sum of the old tokens' values with weights [batch, groups, heads of a group, `width`] in full precision.
+        """The sum of the old tokens' values with weights [batch * groups, heads of a group, `width`].
 
-        So they stay for codes, whose minima and steps make two sums that nearly cancel.
+        These are in full precision, and stay so for codes, whose minima and steps make two sums that nearly cancel.
         """
-        up, latents, heads = self.attention.v_up, self.latents[1], weights.flatten(1, 2)
-        groups, tile = latents.rank // up.weight.shape[1], self._tile(weights)
+        up, latents, heads = self.attention.v_up, self.latents[1], weights.view(self.batch, -1, self.width)
+        groups = latents.rank // up.weight.shape[1]
         if latents.packed is None:
             dtype = self.work if latents.rank * self.width <= SMALL_SUM else self.large
-            context = latents.weighted_sum(heads.to(dtype), groups, tile)
+            context = latents.weighted_sum(heads.to(dtype), groups, self.tile)
         else:
-            plainly = functools.partial(latents.weighted_sum, heads, groups, tile)
+            plainly = functools.partial(latents.weighted_sum, heads, groups, self.tile)
 
             def kernel() -> torch.Tensor:
                 return weighted_sum(latents, heads.to(self.large), groups)
 
-            context = self._fused("values", weights.shape[1:3], latents, kernel, plainly)
-        context = context.to(self.work).unflatten(1, weights.shape[1:3])
-        values = context @ up.weight.to(self.work).unflatten(0, (weights.shape[1], -1)).mT
+            context = self._fused("values", weights, latents, kernel, plainly)
+        context = context.to(self.work).view(*weights.shape[:2], -1)
+        blocks = up.weight.to(self.work).expand(self.batch, -1, -1).reshape(weights.shape[0], -1, context.shape[-1])
+        values = torch.bmm(context, blocks.mT)
         if up.bias is None:
             return values
-        return values + weights.sum(-1, keepdim=True) * up.bias.view(weights.shape[1], 1, -1)
+        bias = up.bias.expand(self.batch, -1).reshape(weights.shape[0], 1, -1)
+        return values + (weights.sum(-1, keepdim=True) * bias).to(self.work)
 
-    def _fused(self, what: str, heads: torch.Size, latents: Latents, kernel: Work, plainly: Work) -> torch.Tensor:
+    def _fused(self, what: str, like: torch.Tensor, latents: Latents, kernel: Work, plainly: Work) -> torch.Tensor:
         """What a Triton kernel gives, where there is one for this layer's precision; what torch gives, where not.
 
         Args:
-            heads: groups, and heads of a group; kernels are made anew for others.
+            like: [batch * groups, heads of a group, ...]; kernels are made anew for other heads.
         """
         weight = self.attention.k_up.weight
         if not (usable(weight) and self.large == latents.dtype == weight.dtype):
             return plainly()
         bits = latents.quantizer and (latents.quantizer.bits, latents.quantizer.group)
+        heads = like.shape[0] // self.batch, like.shape[1]
         kind = what, weight.device, weight.dtype, bits, heads, self.attention.head_dim, self.rotates
         with torch.cuda.device_of(weight):  # Triton launches on the current device
             return checked(kind, kernel, plainly)
 
-    def _tile(self, like: torch.Tensor) -> int:
+    def _tile(self, groups: int, device: str) -> int:
         """Tokens in a tile, whole groups of the quantizer."""
-        numbers = CPU_TILE if like.device.type == "cpu" else GPU_TILE
+        numbers = CPU_TILE if device == "cpu" else GPU_TILE
         group = max(1 if store.quantizer is None else store.quantizer.group for store in self.latents)
-        return max(numbers // (2 * len(like) * like.shape[1] * self.attention.head_dim) // group, 1) * group
+        return max(numbers // (2 * self.batch * groups * self.attention.head_dim) // group, 1) * group
 
 
-def _precisions(query: torch.Tensor) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+@functools.cache
+def _precisions(given: torch.dtype, device: str) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """Of the softmax, of small products, and of large ones, which are over all old tokens.
 
     A CPU is slow to begin a product in 16 bits, and to do one in float16.
     """
-    full, given = torch.promote_types(torch.float32, query.dtype), query.dtype
-    if query.device.type != "cpu":
+    full = torch.promote_types(torch.float32, given)
+    if device != "cpu":
         return full, given, given
     return full, full, full if given is torch.float16 else given
 
@@ -227,7 +230,8 @@ def next_step(
     rotation, mask = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
     if mask is not None and not _is_of_one_row(mask, layer.get_seq_length() + 1):
         return None
-    if not all(is_bare(up) for up in (attention.k_up, attention.v_up)):
+    parts = attention._modules
+    if not (is_bare(parts["k_up"]) and is_bare(parts["v_up"])):
         return None
     given = attention.config._attn_implementation, *(name for name, value in kwargs.items() if value is not None)
     known = vars(attention).setdefault("known_calls", {})

@@ -5,8 +5,6 @@ import math
 import torch
 from torch import nn
 
-SMALL = 2**17  # numbers in a matrix
-
 
 class GroupedUp(nn.Module):
     """A linear layer whose matrix is block-diagonal, the zeros left out.
@@ -44,23 +42,6 @@ def is_bare(linear: nn.Module) -> bool:
     return type(linear) in (nn.Linear, GroupedUp) and not hooked
 
 
-def made_of_token(downs: tuple[nn.Module, ...], hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`down(hidden)` of one token [batch, 1, hidden] for each of `downs`.
-
-    A CPU takes longer to begin a product in 16 bits than to bring a small matrix to 32.
-    """
-    if hidden.device.type != "cpu" or hidden.dtype.itemsize != 2:
-        return tuple(down(hidden) for down in downs)
-    made, wide = [], hidden.float()
-    for down in downs:
-        weight = down.weight if is_bare(down) else None
-        if weight is None or weight.numel() > SMALL:
-            made.append(down(hidden))
-        else:
-            made.append(nn.functional.linear(wide, weight.float()).to(hidden.dtype))
-    return tuple(made)
-
-
 class Scratch:
     """Memory that the layers of one forward write to in turn: a CPU takes longer to get new pages than to fill them."""
 
@@ -71,27 +52,32 @@ class Scratch:
         """What an operation writes to, over what `name` gave before; None, for a new tensor, where that is as good."""
         if like.device.type != "cpu":
             return None
-        held, size = self._held.get(name), math.prod(shape)
-        if held is None or held.numel() < size or held.dtype != like.dtype:
-            held = self._held[name] = like.new_empty(size)
-        return held[:size].view(shape)
+        key = shape, like.dtype
+        views = self._held.setdefault(name, {})
+        if key not in views:
+            size = math.prod(shape)
+            large = next((view for view in views.values() if view.dtype == like.dtype and view.numel() >= size), None)
+            if large is None:
+                views.clear()
+                large = like.new_empty(size)
+            views[key] = large.flatten()[:size].view(shape)
+        return views[key]
 
     def end(self) -> None:
         """After a forward: give it back."""
-        self._held: dict[str, torch.Tensor] = {}
+        self._held: dict[str, dict[tuple, torch.Tensor]] = {}  # by name, then by shape and dtype, all the same memory
 
 
 def made_of_tile(up: nn.Module, latents: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     """`up(latents.mT).mT` of latents [batch, rank, tokens]: [batch, channels, tokens], which lie as the latents do."""
-    weight, bias = up.weight.to(latents.dtype), up.bias
-    batch, rank, tokens = latents.shape
-    groups = rank // weight.shape[1]
-    blocks = weight.view(1, groups, -1, weight.shape[1]).expand(batch, -1, -1, -1).flatten(0, 1)
-    latents = latents.reshape(batch * groups, -1, tokens)
-    out = scratch.take("keys", (*blocks.shape[:2], tokens), latents)
-    if bias is None:
-        made = torch.bmm(blocks, latents, out=out)
+    weight, (batch, rank, tokens) = up.weight.to(latents.dtype), latents.shape
+    blocks = batch * rank // weight.shape[1]
+    matrices = weight.expand(batch, -1, -1).reshape(blocks, -1, weight.shape[1])
+    latents = latents.reshape(blocks, -1, tokens)
+    out = scratch.take("keys", (*matrices.shape[:2], tokens), latents)
+    if up.bias is None:
+        made = torch.bmm(matrices, latents, out=out)
     else:
-        bias = bias.to(latents.dtype).view(1, groups, -1).expand(batch, -1, -1).flatten(0, 1).unsqueeze(-1)
-        made = torch.baddbmm(bias, blocks, latents, out=out)
+        bias = up.bias.to(latents.dtype).expand(batch, -1).reshape(blocks, -1, 1)
+        made = torch.baddbmm(bias, matrices, latents, out=out)
     return made.view(batch, -1, tokens)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-FORMAT = 1
+FORMAT = 2
 HEADER = "cskv_cache"  # the key of the file's metadata
 SAMPLES = 16  # numbers of each weight that tell one model from another
 KINDS = CSKVLayer, DynamicLayer, DynamicSlidingWindowLayer  # of layers that a file can hold
@@ -98,6 +98,8 @@ def _tensors(cache: CSKVCache) -> dict[str, torch.Tensor]:
         found |= {f"rotaries.{kind}.{name}": getattr(rotary, name) for name in rotary.NAMES}
     for i, layer in enumerate(cache.layers):
         found |= {f"layers.{i}.{name}": getattr(layer, name) for name in _names(layer)}
+        if waiting := getattr(layer, "waiting", None):
+            found[f"layers.{i}.waiting"] = torch.cat(waiting, dim=1)
         for branch, store in zip("kv", getattr(layer, "latents", ()), strict=False):
             found |= {f"layers.{i}.{branch}.{name}": tensor for name, tensor in store.tensors().items()}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
@@ -112,7 +114,9 @@ def _fill(cache: CSKVCache, tensors: dict[str, torch.Tensor], states: list[dict[
     for i, (layer, state) in enumerate(zip(cache.layers, states, strict=True)):
         own = {name: tensors[f"layers.{i}.{name}"] for name in _names(layer) if f"layers.{i}.{name}" in tensors}
         if own and isinstance(layer, CSKVLayer):
-            layer.lazy_initialization(own["keys"], own["values"])
+            layer.lazy_initialization(own["exact"], own["exact"])
+            if (waiting := tensors.get(f"layers.{i}.waiting")) is not None:
+                layer.waiting = list(waiting.split(1, dim=1))
             for branch, store in zip("kv", layer.latents, strict=True):
                 prefix = f"layers.{i}.{branch}."
                 store.restore(**{n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
@@ -122,8 +126,7 @@ def _fill(cache: CSKVCache, tensors: dict[str, torch.Tensor], states: list[dict[
 
 
 def _names(layer: Any) -> tuple[str, ...]:
-    exact = "keys", "values"
-    return (*exact, "sink_keys", "sink_values") if isinstance(layer, CSKVLayer) else exact
+    return ("exact",) if isinstance(layer, CSKVLayer) else ("keys", "values")
 
 
 def _read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

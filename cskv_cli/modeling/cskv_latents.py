@@ -1,5 +1,6 @@
 """The compressed history of one layer: the latents of its keys, or of its values, quantized or not."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -36,7 +37,7 @@ class Latents:
     @property
     def rank(self) -> int:
         """Channels of a latent."""
-        return self._tokens_first().shape[-1]
+        return self._room.shape[1 if self.tokens_last else 2]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,7 +54,7 @@ class Latents:
     @property
     def capacity(self) -> int:
         """Tokens that `tile` and `weighted_sum` know: those that are packed, or all and the room (zeros) after them."""
-        return self._tokens_first().shape[1] if self.packed is None else self.quantized_tokens
+        return self._room.shape[2 if self.tokens_last else 1] if self.packed is None else self.quantized_tokens
 
     def append(self, latents: torch.Tensor) -> None:
         """Add the latents of new tokens, [batch, new, rank]."""
@@ -98,7 +99,7 @@ class Latents:
         With a quantizer, all of them must be packed, and `start` the beginning of a group.
         """
         if self.packed is None:
-            return self._tokens_first()[:, start:stop].mT
+            return self._room[..., start:stop] if self.tokens_last else self._room[:, start:stop].mT
         codes = self._codes(start, stop)
         return self.quantizer.decode_tokens_last(codes, self.rank, self._room.dtype)[..., : stop - start]
 
@@ -116,12 +117,12 @@ class Latents:
         count = weights.shape[-1]
         if self.packed is None:
             return product_by_group(weights, self._tokens_first()[:, :count].to(weights.dtype), groups)
-        total = 0
+        sums = []
         for start in range(0, count, tile):
             stop = min(start + tile, count)
             codes = self._codes(start, stop)
-            total = total + self.quantizer.weighted_sum(codes, weights[..., start:stop], self.rank, groups)
-        return total
+            sums.append(self.quantizer.weighted_sum(codes, weights[..., start:stop], self.rank, groups))
+        return functools.reduce(torch.add, sums)
 
     def as_it_is(self) -> "Latents":
         """Another one over the same tensors, which stays as it is when this one is changed by `apply` or `settle`."""

@@ -15,14 +15,20 @@ if TYPE_CHECKING:
     from .cskv_attention import CSKVAttention
     from .cskv_decode import DecodeStep
 
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [batch, heads, tokens, head_dim]
+
+WAITING = 8  # tokens whose latents a decode step makes at once: it reads a matrix for eight of them, not for each
+
 
 class CSKVLayer(CacheLayerMixin):
     """The cache of one compressed layer.
 
     Attributes:
-        keys, values: exact, [batch, heads, at most window, head_dim], of the last tokens (more while past is recorded).
-        sink_keys, sink_values: exact, [batch, heads, sinks, head_dim].
-        latents: of the keys and of the values, for all tokens.
+        exact: keys and values, [batch, 2, heads, sinks + at most window, head_dim], of the sinks and then of the last
+            tokens (more of these while past is recorded).
+        latents: of the keys and of the values, for all tokens but those that wait.
+        waiting: hidden states [batch, 1, hidden] of each of the last tokens, at most 8, that has no latents yet: none
+            is read before its token leaves the window.
     """
 
     is_sliding, is_croppable, is_compileable, supports_early_init = False, True, False, False
@@ -40,22 +46,49 @@ class CSKVLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.keys = self.values = self.sink_keys = self.sink_values = None
+        self.exact: torch.Tensor | None = None
+        self.waiting: list[torch.Tensor] = []
         self.latents = Latents(self.quantizers[0], tokens_last=True), Latents(self.quantizers[1])
         self.is_initialized = False
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The exact keys of the last tokens, [batch, heads, tokens, head_dim]."""
+        return None if self.exact is None else self.exact[:, 0, :, self.sinks :]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """As `keys`."""
+        return None if self.exact is None else self.exact[:, 1, :, self.sinks :]
+
+    @keys.setter
+    def keys(self, nothing: None) -> None:
+        """For the constructor of the base class."""
+
+    @values.setter
+    def values(self, nothing: None) -> None:
+        """For the constructor of the base class."""
+
+    @property
+    def recent(self) -> int:
+        """How many of the last tokens are exact."""
+        return self.exact.shape[3] - self.sinks
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Remember where the cache lives."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def stage(
-        self, attention: CSKVAttention, latents: tuple, kwargs: dict[str, Any], step: DecodeStep | None = None
+        self, attention: CSKVAttention, hidden: torch.Tensor, kwargs: dict[str, Any], step: DecodeStep | None = None
     ) -> None:
         """Take what `update` needs beyond its arguments; the attention layer hands it over just before.
 
         With a `step`, `update` gives it the history, and returns only what is exact.
+
+        Args:
+            hidden: states of the new tokens, [batch, new, hidden].
         """
-        self._staged = attention, latents, kwargs.get("position_ids"), kwargs.get("position_embeddings"), step
+        self._staged = attention, hidden, kwargs.get("position_ids"), kwargs.get("position_embeddings"), step
 
     def unstage(self) -> None:
         """Let go of what a forward staged and, because it failed, did not use."""
@@ -71,98 +104,106 @@ class CSKVLayer(CacheLayerMixin):
         """
         if self._staged is None:
             raise ValueError("a CSKVCache needs its own model, which is loaded with trust_remote_code=True")
-        (attention, latents, positions, rotation, step), self._staged = self._staged, None
+        (attention, hidden, positions, rotation, step), self._staged = self._staged, None
         past = self.get_seq_length()
         if rotation is not None:
             self.rotary.extend(past, positions, *rotation)
+        waiting = [*self.waiting, hidden]
+        if step is None or not self._may_wait(past + 1, attention.layer_idx):
+            self._add_latents(attention, torch.cat(waiting, dim=1) if self.waiting else hidden)
+            waiting = []
+        self.waiting = waiting
         if step is not None:
-            return self._add_one(key_states, value_states, latents, step)
+            return self._add_one(key_states, value_states, step)
+        exact = key_states, value_states
         if past:
-            left = 0 if self.record_past else max(self.keys.shape[2] - self.window + 1, 0)  # by the first new token
-            self.keys = torch.cat([self.keys[:, :, left:], key_states], dim=2)
-            self.values = torch.cat([self.values[:, :, left:], value_states], dim=2)
+            left = 0 if self.record_past else max(self.recent - self.window + 1, 0)  # by the first new token
+            kept = self.exact[:, :, :, self.sinks + left :].unbind(1)
+            exact = tuple(torch.cat(pair, dim=2) for pair in zip(kept, exact, strict=True))
         else:
             self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states, value_states
-        keys, values = self._all(attention, past + key_states.shape[2], rotation is not None)
-        self._place_sinks(keys, values, past)
+        states = self._all(attention, exact, past + key_states.shape[2], rotation is not None)
+        self._hold(exact, self._place_sinks(states, exact, past))
+        return states
+
+    def _may_wait(self, total: int, index: int) -> bool:
+        """Whether the last of `total` tokens needs no latents yet; layers differ by `index` in when it does.
+
+        It does at the latest when it completes a group, which is packed then.
+        """
+        if any(store.quantizer is not None and total % store.quantizer.group == 0 for store in self.latents):
+            return False
+        return (total + index) % min(WAITING, self.window) != 0
+
+    def _add_latents(self, attention: CSKVAttention, hidden: torch.Tensor) -> None:
+        latents = attention.k_down(hidden), attention.v_down(hidden)
         for store, new in zip(self.latents, latents, strict=True):
             store.append(new)
-        if not self.record_past:
-            self._settle()
-        return keys, values
 
     def decodes(self) -> bool:
         """Whether the next token, if it comes alone, can be a `DecodeStep`: all sinks have left the window."""
         if self.whole or self.record_past or not self.is_initialized:
             return False
-        keys, values = self.latents
-        old = len(keys) + 1 - min(self.keys.shape[2] + 1, self.window)
-        packed = min(old if store.quantizer is None else store.quantized_tokens for store in (keys, values))
-        return packed >= old > self.rows.bounds()[1] + self.sinks
+        old = self.get_seq_length() + 1 - min(self.recent + 1, self.window)
+        if any(store.quantizer is not None and store.quantized_tokens < old for store in self.latents):
+            return False
+        return old > self.rows.bounds()[1] + self.sinks
 
-    def _add_one(self, key: torch.Tensor, value: torch.Tensor, latents: tuple, step: DecodeStep) -> tuple:
+    def _add_one(self, key: torch.Tensor, value: torch.Tensor, step: DecodeStep) -> tuple:
         """Add a token; its `step` reads the others. Returns the exact keys and values: sinks, then the window."""
-        for store, new in zip(self.latents, latents, strict=True):
-            store.append(new)
-        left = max(self.keys.shape[2] - self.window + 1, 0)
-        keys, values = [self.keys[:, :, left:], key], [self.values[:, :, left:], value]
+        left = max(self.recent - self.window + 1, 0)
+        parts = self.exact[:, :, :, self.sinks + left :], torch.stack((key, value), dim=1)
         if self.sinks:
-            keys, values = [self.sink_keys, *keys], [self.sink_values, *values]
-        keys, values = torch.cat(keys, dim=2), torch.cat(values, dim=2)
-        self.sink_keys, self.keys = keys[:, :, : self.sinks], keys[:, :, self.sinks :]
-        self.sink_values, self.values = values[:, :, : self.sinks], values[:, :, self.sinks :]
-        step.read(self, self.get_seq_length() - self.keys.shape[2])
+            parts = self.exact[:, :, :, : self.sinks], *parts
+        self.exact = torch.cat(parts, dim=3)
+        step.read(self, self.get_seq_length() - self.recent)
         self._pack()
-        return keys, values
+        return self.exact.unbind(1)
 
-    def _all(self, attention: CSKVAttention, total: int, rotates: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        if not (old := total - self.keys.shape[2]):
-            return self.keys, self.values
-        rotation = self.rotary.first(old, self.keys) if rotates else None
+    def _all(self, attention: CSKVAttention, exact: Pair, total: int, rotates: bool) -> Pair:
+        """Rebuilt keys and values of the tokens before those that are exact, and then these."""
+        if not (old := total - exact[0].shape[2]):
+            return exact
+        rotation = self.rotary.first(old, exact[0]) if rotates else None
         latent_keys, latent_values = (store.first(old) for store in self.latents)
-        keys = attention.rebuild_keys(latent_keys, rotation), self.keys
-        values = attention.rebuild_values(latent_values), self.values
-        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+        rebuilt = attention.rebuild_keys(latent_keys, rotation), attention.rebuild_values(latent_values)
+        return tuple(torch.cat(pair, dim=2) for pair in zip(rebuilt, exact, strict=True))
 
-    def _place_sinks(self, keys: torch.Tensor, values: torch.Tensor, past: int) -> None:
-        """Keep the sinks that are new, and put all of them where `keys` and `values` have rebuilt ones."""
+    def _place_sinks(self, states: Pair, exact: Pair, past: int) -> Pair:
+        """The sinks, of which some may be new; all are put where keys and values (`states`) have rebuilt ones."""
         if not self.sinks:
-            return
-        last = self.rows.read_exactly(self.sinks, keys.device).unsqueeze(1)
-        place = last + torch.arange(-self.sinks, 0, device=keys.device)
-        place = place.clamp(max=keys.shape[2] - 1)[:, None, :, None]  # a sink to come is the last token for now
-        held, rebuilt = [], keys.shape[2] - self.keys.shape[2]
-        for exact, sinks in ((self.keys, self.sink_keys), (self.values, self.sink_values)):
-            index = (place - rebuilt).clamp(min=0).expand(*exact.shape[:2], -1, exact.shape[3])
-            new = exact.gather(2, index)
-            held.append(new if sinks is None else torch.where(place < past, sinks, new))
-        self.sink_keys, self.sink_values = held
-        if rebuilt:
-            for states, sinks in zip((keys, values), held, strict=True):
-                states.scatter_(2, place.expand_as(sinks), sinks)
+            return tuple(part[:, :, :0] for part in exact)
+        total, rebuilt = states[0].shape[2], states[0].shape[2] - exact[0].shape[2]
+        last = self.rows.read_exactly(self.sinks, states[0].device).unsqueeze(1)
+        place = last + torch.arange(-self.sinks, 0, device=last.device)
+        place = place.clamp(max=total - 1)[:, None, :, None]  # a sink to come is the last token for now
+        held = []
+        for i, (all_of_them, part) in enumerate(zip(states, exact, strict=True)):
+            index = (place - rebuilt).clamp(min=0).expand(*part.shape[:2], -1, part.shape[3])
+            sinks = part.gather(2, index)
+            if self.exact is not None:
+                sinks = torch.where(place < past, self.exact[:, i, :, : self.sinks], sinks)
+            if rebuilt:
+                all_of_them.scatter_(2, place.expand_as(sinks), sinks)
+            held.append(sinks)
+        return tuple(held)
 
-    def _settle(self, removed: int = 0) -> None:
-        """Let go of the exact keys and values outside the window, and pack the latents that fill a group.
-
-        `removed` tokens are gone from the end of the cache, but not yet from the exact keys and values.
-        """
-        stop = max(self.keys.shape[2] - removed, 0)
-        start = max(stop - self.window, 0)
-        if start or removed:  # a copy: a view would keep them all alive
-            self.keys, self.values = self.keys[:, :, start:stop].clone(), self.values[:, :, start:stop].clone()
-            if self.sinks:  # which a `DecodeStep` leaves in one tensor with the window
-                self.sink_keys, self.sink_values = self.sink_keys.clone(), self.sink_values.clone()
-        self._pack()
+    def _hold(self, exact: Pair, sinks: Pair) -> None:
+        """Keep what is exact, but for what lies before the window; and pack the latents that fill a group."""
+        start = 0 if self.record_past else max(exact[0].shape[2] - self.window, 0)
+        pairs = zip(sinks, (part[:, :, start:] for part in exact), strict=True)
+        self.exact = torch.stack([torch.cat(pair, dim=2) for pair in pairs], dim=1)
+        if not self.record_past:
+            self._pack()
 
     def _pack(self) -> None:
         if any(store.unpacked_groups for store in self.latents):
             for store in self.latents:
-                store.settle(self.rows.read_exactly(self.sinks, self.keys.device))
+                store.settle(self.rows.read_exactly(self.sinks, self.exact.device))
 
     def get_seq_length(self) -> int:
         """Tokens in the cache."""
-        return len(self.latents[0])
+        return len(self.latents[0]) + len(self.waiting)
 
     def get_max_length(self) -> int:
         """No limit."""
@@ -195,9 +236,13 @@ class CSKVLayer(CacheLayerMixin):
             self.reset()
             return
         if length < past:
+            del self.waiting[max(length - len(self.latents[0]), 0) :]
             for store in self.latents:
                 store.crop(length)
-        self._settle(removed=past - length)
+        stop = self.sinks + max(self.recent - (past - length), 0)
+        start = max(stop - self.window, self.sinks)
+        self.exact = torch.cat([self.exact[:, :, :, : self.sinks], self.exact[:, :, :, start:stop]], dim=3)
+        self._pack()
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """The tokens that `crop` would leave, or the ValueError that it would raise."""
@@ -211,9 +256,8 @@ class CSKVLayer(CacheLayerMixin):
         """Replace every tensor of this layer, all of them [batch, ...], by `fn` of it."""
         if not self.is_initialized:
             return
-        self.keys, self.values = fn(self.keys), fn(self.values)
-        if self.sink_keys is not None:
-            self.sink_keys, self.sink_values = fn(self.sink_keys), fn(self.sink_values)
+        self.exact = fn(self.exact)
+        self.waiting = [fn(hidden) for hidden in self.waiting]
         for store in self.latents:
             store.apply(fn)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -164,7 +163,9 @@ class Rows:
             self._bounds = (0, 0) if self.starts is None else tuple(torch.stack(self.starts.aminmax()).tolist())
         return self._bounds
 
-    def bias(self, mask: torch.Tensor | None, sinks: int, old: int, total: int, device: Any) -> torch.Tensor | None:
+    def bias(
+        self, mask: torch.Tensor | None, sinks: int, old: int, total: int, width: int, scores: torch.Tensor
+    ) -> torch.Tensor:
         """What a decode step adds to its scores of sinks, window and old tokens (in this order), once for all layers.
 
         A sink is read exactly, and so not once more among the old tokens.
@@ -172,30 +173,35 @@ class Rows:
         Args:
             mask: [batch, total] or [batch, 1, 1, total], boolean or to be added; None: all tokens are seen.
             old: tokens before the window.
+            width: scores of them, the last of which may be of no token.
+            scores: a tensor on their device.
 
         Returns:
-            [batch, 1, 1, sinks + total] in float32; None: all is seen, but for the first `sinks` old tokens.
+            [1 or batch, 1, 1, sinks + total - old + width] in float32.
         """
-        if self._bias is None or self._bias[0] is not mask or self._bias[1] != old:
-            self._bias = mask, old, self._make_bias(mask, sinks, old, total, device)
-        return self._bias[2]
+        kind = old, width, scores.device
+        if self._biases is None or self._biases[0] is not mask:
+            self._biases = mask, {}
+        if kind not in self._biases[1]:
+            self._biases[1][kind] = self._make_bias(mask, sinks, old, total, width, scores.device)
+        return self._biases[1][kind]
 
     def _make_bias(
-        self, mask: torch.Tensor | None, sinks: int, old: int, total: int, device: Any
-    ) -> torch.Tensor | None:
-        seen = torch.zeros(1, total, device=device) if mask is None else _added(mask.flatten(1))
-        if self.bounds() == (0, 0) and not (mask is not None and seen.any()):
-            return None
+        self, mask: torch.Tensor | None, sinks: int, old: int, total: int, width: int, device: torch.device
+    ) -> torch.Tensor:
+        seen = torch.zeros(1, total, device=device) if mask is None else _added(mask.flatten(1)).to(device)
         place = self.read_exactly(sinks, device).unsqueeze(1) + torch.arange(-sinks, 0, device=device)
         batch = max(len(seen), len(place))
         seen, place = seen.expand(batch, -1), place.expand(batch, -1)
-        others = seen[:, :old].scatter(1, place, -torch.inf)
+        others = seen.new_full((batch, width), -torch.inf)
+        others[:, :old] = seen[:, :old]
+        others.scatter_(1, place, -torch.inf)
         return torch.cat([seen.gather(1, place), seen[:, old:], others], dim=1)[:, None, None]
 
     def end(self) -> None:
         """After a forward: drop what was made for it."""
         self._bounds: tuple[int, int] | None = None
-        self._bias: tuple | None = None  # mask, old tokens, and what they make
+        self._biases: tuple | None = None  # a mask, and what is made of it
 
     def apply(self, fn: TensorMap) -> None:
         """Replace the starts by `fn` of them."""

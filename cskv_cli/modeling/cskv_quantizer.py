@@ -32,7 +32,7 @@ def unpack(packed: torch.Tensor, bits: int, length: int) -> torch.Tensor:
     """The inverse of `pack`: uint8 [..., bytes] becomes uint8 [..., length]."""
     if bits in _SPREAD:
         wide, shifts, mask = _SPREAD[bits]
-        words = packed.to(wide).contiguous()
+        words = packed.to(wide, memory_format=torch.contiguous_format)
         spread = words | words << shifts[0]
         for shift in shifts[1:]:
             spread |= words << shift
@@ -101,7 +101,7 @@ def product_by_group(weights: torch.Tensor, latents: torch.Tensor, groups: int) 
         [batch, heads, rank / groups].
     """
     if groups == 1:
-        return weights @ latents
+        return torch.bmm(weights, latents)
     pairs = zip(weights.chunk(groups, dim=1), latents.chunk(groups, dim=-1), strict=True)
     return torch.cat([ours @ theirs for ours, theirs in pairs], dim=1)
 
@@ -148,8 +148,8 @@ class Quantizer:
         """`decode`, but [batch, rank, n * group]."""
         if not self.per_channel:
             return self.decode(packed, rank, dtype).mT
-        codes, minimum, step = (part.transpose(1, 2) for part in packed)  # the codes are moved while they are small
-        codes = unpack(codes.contiguous(), self.bits, self.group)
+        codes, minimum, step = (part.transpose(1, 2) for part in packed)
+        codes = unpack(codes, self.bits, self.group)
         return dequantize(codes, minimum, step, dtype).flatten(2)
 
     def weighted_sum(self, packed: Packed, weights: torch.Tensor, rank: int, groups: int) -> torch.Tensor:
@@ -164,7 +164,7 @@ class Quantizer:
         """
         codes, minimum, step = (part.flatten(1, 2)[:, : weights.shape[-1]] for part in packed)
         codes = unpack(codes, self.bits, rank).to(weights.dtype)
-        return product_by_group(weights * step.mT, codes, groups) + weights @ minimum.to(weights.dtype)
+        return product_by_group(weights * step.mT, codes, groups).add_((weights * minimum.mT).sum(-1, keepdim=True))
 
     def round_trip(self, latents: torch.Tensor, unread: torch.Tensor | int = 0) -> torch.Tensor:
         """`decode(encode(latents))` bit for bit, without packing, and with the gradient of the identity."""

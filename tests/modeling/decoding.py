@@ -95,6 +95,12 @@ def latent_bytes(count, setting):
     return keys + values + 2 * rest * RANK * 4
 
 
+def waiting(setting, prompt, count, layer):
+    """How many of `count` tokens, of which those after the prompt came one by one, have no latents in a layer yet."""
+    made = [t for t in range(prompt + 1, count + 1) if (t + layer) % 8 == 0 or "bit" in setting and t % GROUP == 0]
+    return count - max([prompt, *made])
+
+
 def close(got, expected, tolerance=1e-4):
     assert got.isfinite().all()
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)

@@ -12,7 +12,7 @@ from cskv_cli.modeling.cskv_latents import Latents
 from cskv_cli.modeling.cskv_layer import CSKVLayer
 from cskv_cli.modeling.cskv_positions import RotaryHistory, Rows
 
-LEFT = "max(self.keys.shape[2] - self.window + 1, 0)"
+LEFT = "max(self.recent - self.window + 1, 0)"
 BUGS = {
     "prefill: sinks one token late": (CSKVLayer._place_sinks, "arange(-self.sinks, 0", "arange(1 - self.sinks, 1"),
     "prefill: padding goes unseen": (Rows.see, "seen.int().argmax(-1)", "seen.int().argmax(-1) * 0"),
@@ -20,13 +20,21 @@ BUGS = {
     "decode: new room without the old": (Latents._grow, "self._tokens_first()[:, : self._count] = old", "pass"),
     "decode: nothing is packed": (CSKVLayer._add_one, "self._pack()", "pass"),
     "chunk: a window too long": (CSKVLayer.update, LEFT, LEFT.replace("+ 1", "")),
-    "chunk: sinks stay rebuilt": (CSKVLayer._place_sinks, "states.scatter_(2, place.expand_as(sinks), sinks)", "pass"),
+    "chunk: sinks stay rebuilt": (
+        CSKVLayer._place_sinks,
+        "all_of_them.scatter_(2, place.expand_as(sinks), sinks)",
+        "pass",
+    ),
     "crop: latents of the wrong end": (
         Latents.crop,
         "self.recent[:, : length - self.quantized_tokens]",
         "self.recent[:, self._count - length + self.quantized_tokens :]",
     ),
-    "crop: one exact token too many": (CSKVLayer.crop, "removed=past - length", "removed=past - length - 1"),
+    "crop: one exact token too many": (
+        CSKVLayer.crop,
+        "self.recent - (past - length)",
+        "self.recent - (past - length - 1)",
+    ),
     "crop: positions stay": (CSKVCache.crop, "t[:, :length].clone()", "t"),
     "crop: codes stay": (Latents.crop, "part[:, : length // self.quantizer.group].clone()", "part"),
     "reorder: values stay": (CSKVLayer.apply, "for store in self.latents", "for store in self.latents[:1]"),
@@ -37,11 +45,15 @@ BUGS = {
         "t.repeat_interleave(repeats, dim=0)",
         "torch.cat([t] * repeats)",
     ),
-    "repeat: sinks not": (
-        CSKVLayer.apply,
-        "fn(self.sink_keys), fn(self.sink_values)",
-        "fn(self.sink_keys), fn(self.sink_keys)",
+    "repeat: keys for values": (CSKVLayer.apply, "fn(self.exact)", "fn(self.exact)[:, :1].repeat(1, 2, 1, 1, 1)"),
+    "reorder: what waits stays": (CSKVLayer.apply, "fn(hidden) for hidden", "fn(hidden[:1]) for hidden"),
+    "crop: what waits stays": (CSKVLayer.crop, "del self.waiting[", "self.waiting["),
+    "decode: latents of the last that waited only": (
+        CSKVLayer.update,
+        "torch.cat(waiting, dim=1) if",
+        "hidden.expand(-1, len(waiting), -1) if",
     ),
+    "decode: a complete group waits": (CSKVLayer._may_wait, "total % store.quantizer.group == 0", "False"),
     "select: the first rows' positions": (
         CSKVCache.batch_select_indices,
         "t[indices]",

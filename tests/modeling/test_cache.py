@@ -24,6 +24,7 @@ from tests.modeling.decoding import (
     reachable,
     run,
     tokens,
+    waiting,
 )
 from tests.modeling.reference import reference_logits
 
@@ -164,15 +165,20 @@ def test_bytes_held_after_4096_tokens(setting):
     model, ids, channels = cskv("Llama", setting), tokens(1, 4102), 32
     cache = new_cache(model)
 
-    def formula(count, exact, room=0):
-        layer = latent_bytes(count, setting) + 2 * exact * channels * 4 + 2 * room * RANK * 4
-        return 4 * layer + 4 * count  # 4 layers; positions, once
+    def formula(count, exact, wait=(0,) * 4, block=1):
+        layers = 0
+        for waits in wait:  # 4 layers
+            room = -(count - waits) % block
+            layers += latent_bytes(count - waits, setting) + 2 * room * RANK * 4
+            layers += 2 * exact * channels * 4 + waits * 64 * 4
+        return layers + 4 * count  # positions, once
 
     decode(model, ids[:, :4096], [4096], cache)
     assert held_bytes(cache) == formula(4096, WINDOW + SINKS)
     decode(model, ids[:, 4096:], [1] * 6, cache)
-    room = -4102 % (GROUP if "bit" in setting else BLOCK)
-    assert held_bytes(cache) == formula(4102, WINDOW + SINKS, room)
+    wait, block = [waiting(setting, 4096, 4102, i) for i in range(4)], GROUP if "bit" in setting else BLOCK
+    assert {*wait} == ({0, 1, 2} if "bit" in setting else {0, 1, 6})
+    assert held_bytes(cache) == formula(4102, WINDOW + SINKS, wait, block)
     if "bit" in setting:
         scales = {id(t) for layer in cache.layers for store in layer.latents for t in store.packed[1:]}
         assert all(t.numel() < 2048 or id(t) in scales for t in held_tensors(cache) if t.is_floating_point())

@@ -26,6 +26,7 @@ from tests.modeling.decoding import (
     new_cache,
     padding,
     tokens,
+    waiting,
 )
 from tests.modeling.test_generate import generate
 
@@ -123,7 +124,9 @@ def test_the_file_holds_the_bytes_of_the_cache(setting, path):
     cache = new_cache(model)
     decode(model, tokens(1, count), [256] + [1] * 5, cache)
     model.save_cache(cache, path)
-    expected = 4 * (latent_bytes(count, setting) + 2 * (WINDOW + SINKS) * 32 * 4) + 4 * count
+    expected = 4 * 2 * (WINDOW + SINKS) * 32 * 4 + 4 * count
+    for waits in (waiting(setting, 256, count, i) for i in range(4)):
+        expected += latent_bytes(count - waits, setting) + waits * 64 * 4
     assert path.stat().st_size - header_bytes(path) == expected
     assert held_bytes(model.load_cache(path)) == expected
 
@@ -193,7 +196,7 @@ DAMAGES = {
         rewritten(lambda tensors, header: header["layers"][0].update(record_past=True)),
         "does not hold what was written",
     ),
-    "a later format": (rewritten(lambda tensors, header: header.update(format=2)), "of format 2; this code reads 1"),
+    "a later format": (rewritten(lambda tensors, header: header.update(format=3)), "of format 3; this code reads 2"),
     "weights": (lambda path: save_file({"x": torch.ones(2)}, path), "is no prompt cache"),
 }
 

@@ -14,7 +14,7 @@ from cskv_cli.modeling.cskv_decode import DecodeStep
 from cskv_cli.modeling.cskv_factors import Scratch
 from cskv_cli.modeling.cskv_latents import BLOCK
 from tests.families import FAMILIES, base_model, compressed, truncated
-from tests.modeling.decoding import RANK, base, close, cskv, decode, new_cache, padding, run, tokens
+from tests.modeling.decoding import RANK, base, close, cskv, decode, new_cache, padding, run, tokens, waiting
 
 LENGTH, PROMPT = 26, 14
 SIZES = [PROMPT] + [1] * (LENGTH - PROMPT)
@@ -287,13 +287,14 @@ def test_hooked_projections_are_called(steps):
 
 @pytest.mark.parametrize("way", ["register_forward_hook", "register_forward_pre_hook"])
 def test_hooks_on_latents_are_called(way, steps):
-    """In 16 bits, where a CPU reads the weights of small projections."""
+    """Each token goes through them once, with others that waited for it or alone."""
     model, calls = copy.deepcopy(cskv("Llama", "low")).bfloat16(), []
     for layer in model.model.layers:
         for part in ("k_down", "v_down"):
-            getattr(getattr(layer.self_attn, part), way)(lambda module, *args: calls.append(module))
+            getattr(getattr(layer.self_attn, part), way)(lambda module, *args: calls.append(args[0][0].shape[1]))
     decode(model, tokens(1, LENGTH), SIZES)
-    assert steps and len(calls) == 2 * len(model.model.layers) * len(SIZES)
+    made = sum(LENGTH - waiting("low", PROMPT, LENGTH, i) for i in range(len(model.model.layers)))
+    assert steps and sum(calls) == 2 * made and max(calls[-8:]) == 8
 
 
 def test_a_cache_made_in_inference_mode_goes_on_outside(steps):
@@ -306,7 +307,7 @@ def test_a_cache_made_in_inference_mode_goes_on_outside(steps):
 
 def test_nothing_old_is_copied_for_a_token():
     model, cache = cskv("Llama", "low"), new_cache(cskv("Llama", "low"))
-    decode(model, tokens(1, 100), [99, 1], cache)
+    decode(model, tokens(1, 100), [92, *[1] * 8], cache)  # room was made
     stores = [store for layer in cache.layers for store in layer.latents]
     places = [store.recent.data_ptr() for store in stores]
     decode(model, tokens(1, 20), [1] * 20, cache)
