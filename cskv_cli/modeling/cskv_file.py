@@ -116,7 +116,7 @@ def _fill(cache: CSKVCache, tensors: dict[str, torch.Tensor], states: list[dict[
         if own and isinstance(layer, CSKVLayer):
             layer.lazy_initialization(own["exact"], own["exact"])
             if (waiting := tensors.get(f"layers.{i}.waiting")) is not None:
-                layer.waiting = list(waiting.split(1, dim=1))
+                layer.wait(list(waiting.split(1, dim=1)))
             for branch, store in zip("kv", layer.latents, strict=True):
                 prefix = f"layers.{i}.{branch}."
                 store.restore(**{n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})

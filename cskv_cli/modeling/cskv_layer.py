@@ -28,7 +28,7 @@ class CSKVLayer(CacheLayerMixin):
             tokens (more of these while past is recorded).
         latents: of the keys and of the values, for all tokens but those that wait.
         waiting: hidden states [batch, 1, hidden] of each of the last tokens, at most 8, that has no latents yet: none
-            is read before its token leaves the window.
+            is read before its token leaves the window. `late` of them.
     """
 
     is_sliding, is_croppable, is_compileable, supports_early_init = False, True, False, False
@@ -47,9 +47,13 @@ class CSKVLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.exact: torch.Tensor | None = None
-        self.waiting: list[torch.Tensor] = []
+        self.wait([])
         self.latents = Latents(self.quantizers[0], tokens_last=True), Latents(self.quantizers[1])
         self.is_initialized = False
+
+    def wait(self, hidden: list[torch.Tensor]) -> None:
+        """Let only these tokens wait for latents."""
+        self.waiting, self.late = hidden, len(hidden)  # a list's length would be a constant to torch.compile
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -112,7 +116,7 @@ class CSKVLayer(CacheLayerMixin):
         if step is None or not self._may_wait(past + 1, attention.layer_idx):
             self._add_latents(attention, torch.cat(waiting, dim=1) if self.waiting else hidden)
             waiting = []
-        self.waiting = waiting
+        self.wait(waiting)
         if step is not None:
             return self._add_one(key_states, value_states, step)
         exact = key_states, value_states
@@ -203,7 +207,7 @@ class CSKVLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens in the cache."""
-        return len(self.latents[0]) + len(self.waiting)
+        return len(self.latents[0]) + self.late
 
     def get_max_length(self) -> int:
         """No limit."""
@@ -236,7 +240,7 @@ class CSKVLayer(CacheLayerMixin):
             self.reset()
             return
         if length < past:
-            del self.waiting[max(length - len(self.latents[0]), 0) :]
+            self.wait(self.waiting[: max(length - len(self.latents[0]), 0)])
             for store in self.latents:
                 store.crop(length)
         stop = self.sinks + max(self.recent - (past - length), 0)

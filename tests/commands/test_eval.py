@@ -18,7 +18,7 @@ def export(tiny):
 
 
 def test_retrieval(export):
-    result = cskv("eval", export, "--task", "retrieval", *SIZES)
+    result = cskv("eval", export, "--task", "retrieval", *SIZES, "--entries", 12)
     held = result.pop("held_bytes_per_token")
     assert held["base"] == 4 * 64 * 4 and 0 < held["cskv"] < held["base"]
     (entry,) = result.pop("results")
@@ -28,7 +28,7 @@ def test_retrieval(export):
         "model": str(export),
         "method": "cskv",
         "score": 0.0,
-        "entries": 5,
+        "entries": 12,
         "cases": 3,
         "base": {"score": 0.0},
         "cskv": {"score": 0.0},

@@ -47,7 +47,7 @@ BUGS = {
     ),
     "repeat: keys for values": (CSKVLayer.apply, "fn(self.exact)", "fn(self.exact)[:, :1].repeat(1, 2, 1, 1, 1)"),
     "reorder: what waits stays": (CSKVLayer.apply, "fn(hidden) for hidden", "fn(hidden[:1]) for hidden"),
-    "crop: what waits stays": (CSKVLayer.crop, "del self.waiting[", "self.waiting["),
+    "crop: what waits stays": (CSKVLayer.crop, "self.waiting[: max(", "self.waiting[: self.late + max("),
     "decode: latents of the last that waited only": (
         CSKVLayer.update,
         "torch.cat(waiting, dim=1) if",
