@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cskv_factors import is_bare
+from .cskv_factors import by_block, is_bare
 from .cskv_latents import Latents, whole_blocks
 from .cskv_rotation import Turn, can_take_apart
 from .cskv_structure import CACHE_NAMES
@@ -93,7 +93,8 @@ class DecodeStep:
         scores = torch.cat([new.to(self.full), self._old_scores(query.to(self.large)).to(self.full)], dim=-1)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        bias = self.rows.bias(attention_mask, self.sinks, self.old, self.old + exact - self.sinks, self.width, scores)
+        total = self.old + exact - self.sinks
+        bias = self.rows.bias(attention_mask, self.sinks, self.old, total, self.width, scores.device)
         scores.view(self.batch, -1, *scores.shape[1:]).add_(bias)
         if s_aux is not None:
             aside = s_aux.to(self.full).view(groups, -1, 1).repeat(self.batch, 1, 1)
@@ -150,11 +151,10 @@ class DecodeStep:
 
             context = self._fused("values", weights, latents, kernel, plainly)
         context = context.to(self.work).view(*weights.shape[:2], -1)
-        blocks = up.weight.to(self.work).expand(self.batch, -1, -1).reshape(weights.shape[0], -1, context.shape[-1])
-        values = torch.bmm(context, blocks.mT)
+        values = torch.bmm(context, by_block(up.weight.to(self.work), self.batch, weights.shape[0]).mT)
         if up.bias is None:
             return values
-        bias = up.bias.expand(self.batch, -1).reshape(weights.shape[0], 1, -1)
+        bias = by_block(up.bias, self.batch, weights.shape[0]).unsqueeze(1)
         return values + (weights.sum(-1, keepdim=True) * bias).to(self.work)
 
     def _fused(self, what: str, like: torch.Tensor, latents: Latents, kernel: Work, plainly: Work) -> torch.Tensor:

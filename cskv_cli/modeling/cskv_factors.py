@@ -68,16 +68,25 @@ class Scratch:
         self._held: dict[str, dict[tuple, torch.Tensor]] = {}  # by name, then by shape and dtype, all the same memory
 
 
+def by_block(part: torch.Tensor, batch: int, blocks: int) -> torch.Tensor:
+    """A weight or bias [channels, ...] cut into equal blocks, for each row of a batch: [blocks, channels of one, ...].
+
+    Args:
+        blocks: of all rows together.
+    """
+    return part.expand(batch, *part.shape).reshape(blocks, -1, *part.shape[1:])
+
+
 def made_of_tile(up: nn.Module, latents: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     """`up(latents.mT).mT` of latents [batch, rank, tokens]: [batch, channels, tokens], which lie as the latents do."""
     weight, (batch, rank, tokens) = up.weight.to(latents.dtype), latents.shape
     blocks = batch * rank // weight.shape[1]
-    matrices = weight.expand(batch, -1, -1).reshape(blocks, -1, weight.shape[1])
+    matrices = by_block(weight, batch, blocks)
     latents = latents.reshape(blocks, -1, tokens)
     out = scratch.take("keys", (*matrices.shape[:2], tokens), latents)
     if up.bias is None:
         made = torch.bmm(matrices, latents, out=out)
     else:
-        bias = up.bias.to(latents.dtype).expand(batch, -1).reshape(blocks, -1, 1)
+        bias = by_block(up.bias.to(latents.dtype), batch, blocks).unsqueeze(-1)
         made = torch.baddbmm(bias, matrices, latents, out=out)
     return made.view(batch, -1, tokens)

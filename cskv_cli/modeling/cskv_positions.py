@@ -164,7 +164,7 @@ class Rows:
         return self._bounds
 
     def bias(
-        self, mask: torch.Tensor | None, sinks: int, old: int, total: int, width: int, scores: torch.Tensor
+        self, mask: torch.Tensor | None, sinks: int, old: int, total: int, width: int, device: torch.device
     ) -> torch.Tensor:
         """What a decode step adds to its scores of sinks, window and old tokens (in this order), once for all layers.
 
@@ -174,16 +174,15 @@ class Rows:
             mask: [batch, total] or [batch, 1, 1, total], boolean or to be added; None: all tokens are seen.
             old: tokens before the window.
             width: scores of them, the last of which may be of no token.
-            scores: a tensor on their device.
 
         Returns:
             [1 or batch, 1, 1, sinks + total - old + width] in float32.
         """
-        kind = old, width, scores.device
+        kind = old, width, device
         if self._biases is None or self._biases[0] is not mask:
             self._biases = mask, {}
         if kind not in self._biases[1]:
-            self._biases[1][kind] = self._make_bias(mask, sinks, old, total, width, scores.device)
+            self._biases[1][kind] = self._make_bias(mask, sinks, old, total, width, device)
         return self._biases[1][kind]
 
     def _make_bias(
