@@ -181,6 +181,8 @@ class Latents:
         self._tokens_first()[:, : self._count] = old
 
     def _codes(self, start: int, stop: int) -> Packed:
+        if start == 0 and stop == self.quantized_tokens:
+            return self.packed
         group = self.quantizer.group
         return Packed(*(part[:, start // group : -(-stop // group)] for part in self.packed))
 

@@ -162,9 +162,13 @@ class Quantizer:
         Returns:
             [batch, heads, rank / groups] in the weights' dtype.
         """
-        codes, minimum, step = (part.flatten(1, 2)[:, : weights.shape[-1]] for part in packed)
+        parts, count = [part.flatten(1, 2) for part in packed], weights.shape[-1]
+        if parts[0].shape[1] > count:
+            parts = [part[:, :count] for part in parts]
+        codes, minimum, step = parts
         codes = unpack(codes, self.bits, rank).to(weights.dtype)
-        return product_by_group(weights * step.mT, codes, groups).add_((weights * minimum.mT).sum(-1, keepdim=True))
+        sums = product_by_group(weights * step.mT, codes, groups)
+        return sums.add_(torch.bmm(weights, minimum.to(weights.dtype)))
 
     def round_trip(self, latents: torch.Tensor, unread: torch.Tensor | int = 0) -> torch.Tensor:
         """`decode(encode(latents))` bit for bit, without packing, and with the gradient of the identity."""

@@ -150,6 +150,22 @@ def test_codes_are_the_same_however_tokens_come(quantizer, sizes):
         assert torch.equal(store.first(length), every[:, :length])
 
 
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_any_part_of_what_is_packed_can_be_read(quantizer):
+    store, weights = Latents(quantizer), numbers(2, 3, 17, seed=1)
+    store.append(numbers(2, 17, 6))
+    store.settle(torch.tensor([0, 0]))
+    count = store.quantized_tokens
+    every = store.first(count)
+    for stop in range(1, count + 1):
+        for start in range(0, stop, quantizer.group):
+            assert torch.equal(store.tile(start, stop), every[:, start:stop].mT)
+        if not quantizer.per_channel:
+            got = store.weighted_sum(weights[..., :stop], 1, tile=quantizer.group)
+            torch.testing.assert_close(got, weights[..., :stop] @ every[:, :stop])
+            torch.testing.assert_close(store.weighted_sum(weights[..., :stop], 1, tile=64), got)
+
+
 def test_crop_on_and_off_the_border_of_a_group():
     quantizer, latents = Quantizer(4, 4, per_channel=True), numbers(2, 19, 6)
     store = Latents(quantizer)
