@@ -29,10 +29,11 @@ class CSKVAttention:
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         """The base layer's forward, with `hidden_states` [batch, new, hidden] staged before it for their latents."""
-        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
-        layer = cache.layers[self.layer_idx] if isinstance(cache, CSKVCache) else None
-        if isinstance(layer, CSKVLayer):
-            return self._forward_with_latents(layer, hidden_states, *args, **kwargs)
+        for name in CACHE_NAMES:
+            if isinstance(cache := kwargs.get(name), CSKVCache):
+                layer = cache.layers[self.layer_idx]
+                if isinstance(layer, CSKVLayer):
+                    return self._forward_with_latents(layer, hidden_states, *args, **kwargs)
         return super().forward(hidden_states, *args, **kwargs)
 
     @torch.compiler.disable  # its shapes are others with every token; the rest of the model can be compiled

@@ -44,11 +44,11 @@ class CSKVCache(Cache):
             if hasattr(layer, "activate_past_recording"):  # not so in transformers 4.x and early 5.x
                 layer.activate_past_recording()
 
-    def begin(self, model: nn.Module, attention_mask: Any, whole: bool = False) -> None:
-        """Before each forward: learn of padding, and borrow the rotary embedding; `whole` is for `CSKVLayer.whole`."""
+    def begin(self, model: nn.Module, attention_mask: Any, asked: str | None = None) -> None:
+        """Before each forward: learn of padding, and borrow the rotary embedding; `asked` is for `CSKVLayer.asked`."""
         self.rows.see(attention_mask)
         for layer in self.layers:
-            layer.whole = whole
+            layer.asked = asked
         for rotary in self.rotaries.values():
             rotary.begin(model)
 

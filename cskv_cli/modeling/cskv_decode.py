@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cskv_factors import by_block, is_bare
 from .cskv_latents import Latents, whole_blocks
+from .cskv_positions import Places
 from .cskv_rotation import Turn, can_take_apart
 from .cskv_structure import CACHE_NAMES
 from .cskv_triton import Work, checked, key_scores, usable, weighted_sum
@@ -53,15 +54,16 @@ class DecodeStep:
     def __init__(self, attention: CSKVAttention, rotates: bool) -> None:
         self.attention, self.rotates = attention, rotates
 
-    def read(self, layer: CSKVLayer, old: int) -> None:
-        """Take the history of a layer, whose tensors may be moved away soon; `old` tokens are before the window.
+    def read(self, layer: CSKVLayer, total: int) -> None:
+        """Take the history of a layer, which is of `total` tokens, and whose tensors may be moved away soon.
 
         Scores are made for whole blocks: operations of a size that was met before need no preparation (oneDNN).
         """
-        self.latents, self.old = [store.as_it_is() for store in layer.latents], old
-        self.width = min(whole_blocks(old), *(store.capacity for store in self.latents))
-        self.exact, self.scratch = layer.exact, layer.scratch
-        self.rows, self.rotary, self.sinks = layer.rows, layer.rotary, layer.sinks
+        self.latents, self.old = [store.as_it_is() for store in layer.latents], total - layer.recent
+        self.width = min(whole_blocks(self.old), *(store.capacity for store in self.latents))
+        self.places = Places(layer.sinks, self.old, total, self.width, layer.oldest(total))
+        self.exact, self.group = layer.exact, layer.group
+        self.rows, self.rotary, self.scratch = layer.rows, layer.rotary, layer.scratch
 
     def __call__(
         self,
@@ -74,9 +76,10 @@ class DecodeStep:
         s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention of query [batch, heads, 1, head_dim] to `key` and `value`, which are exact, and to the old tokens.
+        """Attention of query [batch, heads, 1, head_dim] to all that was `read`.
 
         Args:
+            key, value: of the token itself, which are among what was read.
             attention_mask: see `Rows.bias`.
             softcap: scores become softcap * tanh(score / softcap).
             s_aux: a score for each head that takes its share of attention and gives nothing (GPT-OSS).
@@ -84,24 +87,24 @@ class DecodeStep:
         Returns:
             [batch, 1, heads, head_dim], and None for the weights.
         """
-        self.batch, groups, exact, dim = key.shape
+        self.batch, groups, dim = key.shape[0], key.shape[1], key.shape[3]
         self.full, self.work, self.large = _precisions(query.dtype, query.device.type)
-        self.scaling, self.tile = dim**-0.5 if scaling is None else scaling, self._tile(groups, query.device.type)
+        self.tile = _tile(query.device.type, self.batch * groups * dim, self.group or 1)
         query = query.reshape(self.batch * groups, -1, dim)  # 3-D, as products want it
-        key, given = (part.flatten(0, 1) for part in self.exact.to(self.work).unbind(1))
-        new = self._product(query.to(self.work), key.mT)
+        keys, values = self.exact.to(self.work).transpose(0, 1).flatten(1, 2).unbind(0)
+        query = query.to(self.work) * (dim**-0.5 if scaling is None else scaling)
+        new = torch.bmm(query, keys.mT)
         scores = torch.cat([new.to(self.full), self._old_scores(query.to(self.large)).to(self.full)], dim=-1)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        total = self.old + exact - self.sinks
-        bias = self.rows.bias(attention_mask, self.sinks, self.old, total, self.width, scores.device)
-        scores.view(self.batch, -1, *scores.shape[1:]).add_(bias)
+        bias = self.rows.bias(attention_mask, self.places, scores.device)
+        scores += bias if len(bias) == 1 else bias.repeat_interleave(groups, dim=0)
         if s_aux is not None:
             aside = s_aux.to(self.full).view(groups, -1, 1).repeat(self.batch, 1, 1)
             scores = torch.cat([scores, aside], dim=-1)
-        weights = scores.softmax(-1)
+        weights, exact = scores.softmax(-1), keys.shape[1]
         old = self._old_values(weights[..., exact : exact + self.width])
-        output = torch.baddbmm(old, weights[..., :exact].to(self.work), given)
+        output = torch.baddbmm(old, weights[..., :exact].to(self.work), values)
         return output.to(value.dtype).view(self.batch, 1, -1, dim), None
 
     def _old_scores(self, query: torch.Tensor) -> torch.Tensor:
@@ -110,15 +113,14 @@ class DecodeStep:
         if self.rotates:
             turn = self.rotary.turn(self.old, attention.form_of, query)
             query = turn.turned(query)
-        plainly = functools.partial(self._scores_by_tile, query, turn)
-        if not attention.plain:
-            return plainly()
+        if not (attention.plain and self._has_kernel(latents)):
+            return self._scores_by_tile(query, turn)
 
         def kernel() -> torch.Tensor:
             by_row, factors = query.unflatten(0, (self.batch, -1)), None if turn is None else turn.factors
-            return key_scores(latents, attention.k_up, by_row, factors, self.width).flatten(0, 1) * self.scaling
+            return key_scores(latents, attention.k_up, by_row, factors, self.width).flatten(0, 1)
 
-        return self._fused("keys", query, latents, kernel, plainly)
+        return self._fused("keys", query, latents, kernel, lambda: self._scores_by_tile(query, turn))
 
     def _scores_by_tile(self, query: torch.Tensor, turn: Turn | None) -> torch.Tensor:
         scores = []
@@ -126,12 +128,8 @@ class DecodeStep:
             latents = self.latents[0].tile(start, min(start + self.tile, self.width))
             keys = self.attention.rebuild_key_tile(latents, self.large, self.scratch)
             keys = keys if turn is None else turn.applied(keys, start, self.scratch)
-            scores.append(self._product(query, keys.flatten(0, 1)))
+            scores.append(torch.bmm(query, keys.flatten(0, 1)))
         return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
-
-    def _product(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Scaled before it is rounded."""
-        return torch.baddbmm(query.new_empty(()), query, keys, beta=0, alpha=self.scaling)
 
     def _old_values(self, weights: torch.Tensor) -> torch.Tensor:
         """The sum of the old tokens' values with weights [batch * groups, heads of a group, `width`].
@@ -139,44 +137,50 @@ class DecodeStep:
         These are in full precision, and stay so for codes, whose minima and steps make two sums that nearly cancel.
         """
         up, latents, heads = self.attention.v_up, self.latents[1], weights.view(self.batch, -1, self.width)
-        groups = latents.rank // up.weight.shape[1]
+        weight, bias, rank = up.weight, up.bias, latents.rank
+        groups = rank // weight.shape[1]
         if latents.packed is None:
-            dtype = self.work if latents.rank * self.width <= SMALL_SUM else self.large
+            dtype = self.work if rank * self.width <= SMALL_SUM else self.large
             context = latents.weighted_sum(heads.to(dtype), groups, self.tile)
+        elif not self._has_kernel(latents):
+            context = latents.weighted_sum(heads, groups, self.tile)
         else:
-            plainly = functools.partial(latents.weighted_sum, heads, groups, self.tile)
 
             def kernel() -> torch.Tensor:
                 return weighted_sum(latents, heads.to(self.large), groups)
 
+            plainly = functools.partial(latents.weighted_sum, heads, groups, self.tile)
             context = self._fused("values", weights, latents, kernel, plainly)
         context = context.to(self.work).view(*weights.shape[:2], -1)
-        values = torch.bmm(context, by_block(up.weight.to(self.work), self.batch, weights.shape[0]).mT)
-        if up.bias is None:
+        values = torch.bmm(context, by_block(weight.to(self.work), self.batch, weights.shape[0]).mT)
+        if bias is None:
             return values
-        bias = by_block(up.bias, self.batch, weights.shape[0]).unsqueeze(1)
+        bias = by_block(bias, self.batch, weights.shape[0]).unsqueeze(1)
         return values + (weights.sum(-1, keepdim=True) * bias).to(self.work)
 
+    def _has_kernel(self, latents: Latents) -> bool:
+        """Whether there is a Triton kernel for this layer's precision."""
+        weight = self.attention.k_up.weight
+        return usable(weight) and self.large == latents.dtype == weight.dtype
+
     def _fused(self, what: str, like: torch.Tensor, latents: Latents, kernel: Work, plainly: Work) -> torch.Tensor:
-        """What a Triton kernel gives, where there is one for this layer's precision; what torch gives, where not.
+        """What a Triton kernel gives, or torch where the kernel cannot be trusted.
 
         Args:
             like: [batch * groups, heads of a group, ...]; kernels are made anew for other heads.
         """
         weight = self.attention.k_up.weight
-        if not (usable(weight) and self.large == latents.dtype == weight.dtype):
-            return plainly()
         bits = latents.quantizer and (latents.quantizer.bits, latents.quantizer.group)
         heads = like.shape[0] // self.batch, like.shape[1]
         kind = what, weight.device, weight.dtype, bits, heads, self.attention.head_dim, self.rotates
         with torch.cuda.device_of(weight):  # Triton launches on the current device
             return checked(kind, kernel, plainly)
 
-    def _tile(self, groups: int, device: str) -> int:
-        """Tokens in a tile, whole groups of the quantizer."""
-        numbers = CPU_TILE if device == "cpu" else GPU_TILE
-        group = max(1 if store.quantizer is None else store.quantizer.group for store in self.latents)
-        return max(numbers // (2 * self.batch * groups * self.attention.head_dim) // group, 1) * group
+
+def _tile(device: str, channels: int, group: int) -> int:
+    """Tokens in a tile, whole groups of the quantizer; `channels` of the keys of a token, in all rows."""
+    numbers = CPU_TILE if device == "cpu" else GPU_TILE
+    return max(numbers // (2 * channels) // group, 1) * group
 
 
 @functools.cache
@@ -233,10 +237,10 @@ def next_step(
     parts = attention._modules
     if not (is_bare(parts["k_up"]) and is_bare(parts["v_up"])):
         return None
-    given = attention.config._attn_implementation, *(name for name, value in kwargs.items() if value is not None)
+    given = layer.asked, *(name for name, value in kwargs.items() if value is not None)
     known = vars(attention).setdefault("known_calls", {})
     if given not in known:
-        known[given] = _is_known(attention, hidden_states, args, kwargs)
+        known[given] = _is_known(attention, layer.asked, hidden_states, args, kwargs)
     return DecodeStep(attention, rotation is not None and attention.rotates) if known[given] else None
 
 
@@ -246,18 +250,19 @@ def _is_of_one_row(mask: Any, total: int) -> bool:
     return mask.dim() == 2 or mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1
 
 
-def _is_known(attention: CSKVAttention, hidden_states: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _is_known(
+    attention: CSKVAttention, asked: str, hidden_states: torch.Tensor, args: tuple, kwargs: dict[str, Any]
+) -> bool:
     if attention.clips:
         return False
     if not asks_for_function(attention):
         return False
-    implementation = attention.config._attn_implementation
-    if implementation not in GENERIC and not (implementation == "eager" and _has_known_eager(attention.base)):
+    if asked not in GENERIC and not (asked == "eager" and _has_known_eager(attention.base)):
         return False
     rotation = kwargs.get("position_embeddings") if attention.rotates else None
     if rotation is not None and not can_take_apart(attention.rotate, rotation, attention.head_dim):
         return False
-    trial = _Trial(GIVEN - UNKNOWN_TO_SDPA if implementation == "sdpa" else GIVEN)
+    trial = _Trial(GIVEN - UNKNOWN_TO_SDPA if asked == "sdpa" else GIVEN)
     replaced = {name: trial if name in CACHE_NAMES else value for name, value in kwargs.items()}
     run_step(trial, attention, hidden_states, *args, **replaced)
     return trial.passed

@@ -74,7 +74,8 @@ def by_block(part: torch.Tensor, batch: int, blocks: int) -> torch.Tensor:
     Args:
         blocks: of all rows together.
     """
-    return part.expand(batch, *part.shape).reshape(blocks, -1, *part.shape[1:])
+    rows = part if batch == 1 else part.expand(batch, *part.shape)
+    return rows.reshape(blocks, -1, *part.shape[1:])
 
 
 def made_of_tile(up: nn.Module, latents: torch.Tensor, scratch: Scratch) -> torch.Tensor:

@@ -98,6 +98,8 @@ def _tensors(cache: CSKVCache) -> dict[str, torch.Tensor]:
         found |= {f"rotaries.{kind}.{name}": getattr(rotary, name) for name in rotary.NAMES}
     for i, layer in enumerate(cache.layers):
         found |= {f"layers.{i}.{name}": getattr(layer, name) for name in _names(layer)}
+        if isinstance(layer, CSKVLayer) and layer.is_initialized:
+            found[f"layers.{i}.exact"] = layer.in_order()
         if waiting := getattr(layer, "waiting", None):
             found[f"layers.{i}.waiting"] = torch.cat(waiting, dim=1)
         for branch, store in zip("kv", getattr(layer, "latents", ()), strict=False):
@@ -120,6 +122,7 @@ def _fill(cache: CSKVCache, tensors: dict[str, torch.Tensor], states: list[dict[
             for branch, store in zip("kv", layer.latents, strict=True):
                 prefix = f"layers.{i}.{branch}."
                 store.restore(**{n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+            layer.hold(own.pop("exact"))
         elif own:
             layer.update(own["keys"], own["values"])
         vars(layer).update(own | state)

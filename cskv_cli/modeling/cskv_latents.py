@@ -64,7 +64,7 @@ class Latents:
         elif latents.requires_grad or self._room.requires_grad:
             self._hold(torch.cat([self.recent, latents], dim=1))
         else:
-            if stop > self._tokens_first().shape[1] or _frozen(self._room):
+            if stop > self._tokens_first().shape[1] or frozen(self._room):
                 self._grow(stop)
             self._tokens_first()[:, start:stop] = latents
             self._count = stop
@@ -196,6 +196,6 @@ def whole_blocks(tokens: int, block: int = BLOCK) -> int:
     return -(-tokens // block) * block
 
 
-def _frozen(tensor: torch.Tensor) -> bool:
+def frozen(tensor: torch.Tensor) -> bool:
     """Whether it was made in inference mode, and this is not: then it cannot be written to."""
     return tensor.is_inference() and not torch.is_inference_mode_enabled()

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .cskv_factors import Scratch
-from .cskv_latents import Latents
+from .cskv_latents import Latents, frozen
 from .cskv_positions import RotaryHistory, Rows, TensorMap
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class CSKVLayer(CacheLayerMixin):
 
     Attributes:
         exact: keys and values, [batch, 2, heads, sinks + at most window, head_dim], of the sinks and then of the last
-            tokens (more of these while past is recorded).
+            tokens (more of these while past is recorded). A full window is a ring: token i is in place i % window.
         latents: of the keys and of the values, for all tokens but those that wait.
         waiting: hidden states [batch, 1, hidden] of each of the last tokens, at most 8, that has no latents yet: none
             is read before its token leaves the window. `late` of them.
@@ -39,8 +39,9 @@ class CSKVLayer(CacheLayerMixin):
         super().__init__()
         self.window, self.sinks, self.rows, self.rotary, self.scratch = window, sinks, rows, rotary, scratch
         self.quantizers = quantizers
+        self.group: int | None = next((each.group for each in quantizers if each is not None), None)
         self.record_past = False
-        self.whole = False  # whether someone wants to see the attention weights, so that all keys must be there
+        self.asked: str | None = None  # the attention function that the model asks for; None: all keys must be there
         self._staged: tuple | None = None
         self.reset()
 
@@ -58,12 +59,12 @@ class CSKVLayer(CacheLayerMixin):
     @property
     def keys(self) -> torch.Tensor | None:
         """The exact keys of the last tokens, [batch, heads, tokens, head_dim]."""
-        return None if self.exact is None else self.exact[:, 0, :, self.sinks :]
+        return None if self.exact is None else self.in_order()[:, 0, :, self.sinks :]
 
     @property
     def values(self) -> torch.Tensor | None:
         """As `keys`."""
-        return None if self.exact is None else self.exact[:, 1, :, self.sinks :]
+        return None if self.exact is None else self.in_order()[:, 1, :, self.sinks :]
 
     @keys.setter
     def keys(self, nothing: None) -> None:
@@ -78,6 +79,25 @@ class CSKVLayer(CacheLayerMixin):
         """How many of the last tokens are exact."""
         return self.exact.shape[3] - self.sinks
 
+    def oldest(self, total: int) -> int:
+        """The place in the window of its first token, with `total` in the cache."""
+        return total % self.window if self.recent == self.window else 0
+
+    def in_order(self) -> torch.Tensor:
+        """`exact`, with the last tokens in the order in which they came."""
+        return self._turned(self.exact, self.oldest(self.get_seq_length()))
+
+    def hold(self, exact: torch.Tensor) -> None:
+        """Replace `exact` by one that is in order."""
+        self.exact = exact
+        self.exact = self._turned(exact, -self.oldest(self.get_seq_length()) % self.window)
+
+    def _turned(self, exact: torch.Tensor, places: int) -> torch.Tensor:
+        if not places:
+            return exact
+        sinks, first, last = exact.tensor_split((self.sinks, self.sinks + places), dim=3)
+        return torch.cat([sinks, last, first], dim=3)
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Remember where the cache lives."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
@@ -87,7 +107,7 @@ class CSKVLayer(CacheLayerMixin):
     ) -> None:
         """Take what `update` needs beyond its arguments; the attention layer hands it over just before.
 
-        With a `step`, `update` gives it the history, and returns only what is exact.
+        With a `step`, `update` gives it the history, and returns only the new token.
 
         Args:
             hidden: states of the new tokens, [batch, new, hidden].
@@ -112,20 +132,20 @@ class CSKVLayer(CacheLayerMixin):
         past = self.get_seq_length()
         if rotation is not None:
             self.rotary.extend(past, positions, *rotation)
-        waiting = [*self.waiting, hidden]
-        if step is None or not self._may_wait(past + 1, attention.layer_idx):
-            self._add_latents(attention, torch.cat(waiting, dim=1) if self.waiting else hidden)
-            waiting = []
-        self.wait(waiting)
         if step is not None:
-            return self._add_one(key_states, value_states, step)
+            self._add_hidden(attention, hidden, self._may_wait(past + 1, attention.layer_idx))
+            self._add_one(key_states, value_states, past)
+            step.read(self, past + 1)
+            self._pack()
+            return key_states, value_states
         exact = key_states, value_states
         if past:
             left = 0 if self.record_past else max(self.recent - self.window + 1, 0)  # by the first new token
-            kept = self.exact[:, :, :, self.sinks + left :].unbind(1)
+            kept = self.in_order()[:, :, :, self.sinks + left :].unbind(1)
             exact = tuple(torch.cat(pair, dim=2) for pair in zip(kept, exact, strict=True))
         else:
             self.lazy_initialization(key_states, value_states)
+        self._add_hidden(attention, hidden)
         states = self._all(attention, exact, past + key_states.shape[2], rotation is not None)
         self._hold(exact, self._place_sinks(states, exact, past))
         return states
@@ -135,34 +155,38 @@ class CSKVLayer(CacheLayerMixin):
 
         It does at the latest when it completes a group, which is packed then.
         """
-        if any(store.quantizer is not None and total % store.quantizer.group == 0 for store in self.latents):
+        if self.group is not None and total % self.group == 0:
             return False
         return (total + index) % min(WAITING, self.window) != 0
 
-    def _add_latents(self, attention: CSKVAttention, hidden: torch.Tensor) -> None:
-        latents = attention.k_down(hidden), attention.v_down(hidden)
-        for store, new in zip(self.latents, latents, strict=True):
-            store.append(new)
+    def _add_hidden(self, attention: CSKVAttention, hidden: torch.Tensor, may_wait: bool = False) -> None:
+        self.wait([*self.waiting, hidden])
+        if may_wait:
+            return
+        hidden = hidden if self.late == 1 else torch.cat(self.waiting, dim=1)
+        for store, down in zip(self.latents, (attention.k_down, attention.v_down), strict=True):
+            store.append(down(hidden))
+        self.wait([])
 
     def decodes(self) -> bool:
         """Whether the next token, if it comes alone, can be a `DecodeStep`: all sinks have left the window."""
-        if self.whole or self.record_past or not self.is_initialized:
+        if self.asked is None or self.record_past or not self.is_initialized:
             return False
         old = self.get_seq_length() + 1 - min(self.recent + 1, self.window)
         if any(store.quantizer is not None and store.quantized_tokens < old for store in self.latents):
             return False
         return old > self.rows.bounds()[1] + self.sinks
 
-    def _add_one(self, key: torch.Tensor, value: torch.Tensor, step: DecodeStep) -> tuple:
-        """Add a token; its `step` reads the others. Returns the exact keys and values: sinks, then the window."""
+    def _add_one(self, key: torch.Tensor, value: torch.Tensor, past: int) -> None:
+        """Put the last token in the place of the one that leaves the window, or add it to a window that is not full."""
+        if self.recent == self.window:
+            self.exact = self.exact.clone() if frozen(self.exact) else self.exact
+            place = self.sinks + past % self.window
+            torch.stack((key, value), dim=1, out=self.exact[:, :, :, place : place + 1])
+            return
         left = max(self.recent - self.window + 1, 0)
-        parts = self.exact[:, :, :, self.sinks + left :], torch.stack((key, value), dim=1)
-        if self.sinks:
-            parts = self.exact[:, :, :, : self.sinks], *parts
-        self.exact = torch.cat(parts, dim=3)
-        step.read(self, self.get_seq_length() - self.recent)
-        self._pack()
-        return self.exact.unbind(1)
+        kept = self.exact[:, :, :, : self.sinks], self.exact[:, :, :, self.sinks + left :]
+        self.hold(torch.cat([*kept, torch.stack((key, value), dim=1)], dim=3))
 
     def _all(self, attention: CSKVAttention, exact: Pair, total: int, rotates: bool) -> Pair:
         """Rebuilt keys and values of the tokens before those that are exact, and then these."""
@@ -196,7 +220,7 @@ class CSKVLayer(CacheLayerMixin):
         """Keep what is exact, but for what lies before the window; and pack the latents that fill a group."""
         start = 0 if self.record_past else max(exact[0].shape[2] - self.window, 0)
         pairs = zip(sinks, (part[:, :, start:] for part in exact), strict=True)
-        self.exact = torch.stack([torch.cat(pair, dim=2) for pair in pairs], dim=1)
+        self.hold(torch.stack([torch.cat(pair, dim=2) for pair in pairs], dim=1))
         if not self.record_past:
             self._pack()
 
@@ -239,13 +263,14 @@ class CSKVLayer(CacheLayerMixin):
         if not length:
             self.reset()
             return
+        exact = self.in_order()
         if length < past:
             self.wait(self.waiting[: max(length - len(self.latents[0]), 0)])
             for store in self.latents:
                 store.crop(length)
         stop = self.sinks + max(self.recent - (past - length), 0)
         start = max(stop - self.window, self.sinks)
-        self.exact = torch.cat([self.exact[:, :, :, : self.sinks], self.exact[:, :, :, start:stop]], dim=3)
+        self.hold(torch.cat([exact[:, :, :, : self.sinks], exact[:, :, :, start:stop]], dim=3))
         self._pack()
 
     def check_crop(self, tokens_to_remove: int) -> int:

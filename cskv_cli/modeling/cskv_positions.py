@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from .cskv_latents import whole_blocks
 from .cskv_rotation import Form, Turn
+from .cskv_structure import takes
 
 CPU_CHUNK = 1024  # tokens whose rotation is taken apart at once, so that what comes between is small
 
@@ -94,7 +95,7 @@ class RotaryHistory:
             if factors is None:
                 factors = like.new_zeros(*part.shape[:-1], whole_blocks(length))
             factors[..., start : start + part.shape[-1]] = part
-        return form.turn(factors)
+        return Turn(form.places, factors)
 
     def _some(self, start: int, stop: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.positions is not None:
@@ -108,8 +109,8 @@ class RotaryHistory:
                 setattr(self, name, fn(tensor))
 
     def _compute(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        wants_kind = "layer_type" in inspect.signature(self._rotary.forward).parameters
-        return self._rotary(like, positions.to(like.device, torch.long), *([self.kind] if wants_kind else []))
+        kind = [self.kind] if takes(self._rotary, "layer_type") else []
+        return self._rotary(like, positions.to(like.device, torch.long), *kind)
 
     def _repeatable(self, positions: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         if positions is None or positions.dim() != 2 or self._rotary is None:
@@ -125,6 +126,24 @@ class RotaryHistory:
 def _append_rows(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     rows = max(len(old), len(new))  # a single row stands for the whole batch
     return torch.cat([t.to(old.device).expand(rows, *t.shape[1:]) for t in (old, new)], dim=1)
+
+
+class Places(NamedTuple):
+    """Which tokens a decode step reads.
+
+    Attributes:
+        sinks: how many it reads exactly.
+        old: tokens before the window.
+        total: tokens in the cache.
+        width: old tokens whose scores are made, the last of which may be no token.
+        oldest: see `CSKVLayer.oldest`.
+    """
+
+    sinks: int
+    old: int
+    total: int
+    width: int
+    oldest: int
 
 
 class Rows:
@@ -163,39 +182,32 @@ class Rows:
             self._bounds = (0, 0) if self.starts is None else tuple(torch.stack(self.starts.aminmax()).tolist())
         return self._bounds
 
-    def bias(
-        self, mask: torch.Tensor | None, sinks: int, old: int, total: int, width: int, device: torch.device
-    ) -> torch.Tensor:
+    def bias(self, mask: torch.Tensor | None, places: Places, device: torch.device) -> torch.Tensor:
         """What a decode step adds to its scores of sinks, window and old tokens (in this order), once for all layers.
 
         A sink is read exactly, and so not once more among the old tokens.
 
         Args:
             mask: [batch, total] or [batch, 1, 1, total], boolean or to be added; None: all tokens are seen.
-            old: tokens before the window.
-            width: scores of them, the last of which may be of no token.
 
         Returns:
-            [1 or batch, 1, 1, sinks + total - old + width] in float32.
+            [1 or batch, 1, sinks + total - old + width] in float32.
         """
-        kind = old, width, device
+        kind = places, device
         if self._biases is None or self._biases[0] is not mask:
             self._biases = mask, {}
         if kind not in self._biases[1]:
-            self._biases[1][kind] = self._make_bias(mask, sinks, old, total, width, device)
+            self._biases[1][kind] = self._make_bias(mask, places, device)
         return self._biases[1][kind]
 
-    def _make_bias(
-        self, mask: torch.Tensor | None, sinks: int, old: int, total: int, width: int, device: torch.device
-    ) -> torch.Tensor:
+    def _make_bias(self, mask: torch.Tensor | None, places: Places, device: torch.device) -> torch.Tensor:
+        sinks, old, total, width, oldest = places
         seen = torch.zeros(1, total, device=device) if mask is None else _added(mask.flatten(1)).to(device)
         place = self.read_exactly(sinks, device).unsqueeze(1) + torch.arange(-sinks, 0, device=device)
         batch = max(len(seen), len(place))
         seen, place = seen.expand(batch, -1), place.expand(batch, -1)
-        others = seen.new_full((batch, width), -torch.inf)
-        others[:, :old] = seen[:, :old]
-        others.scatter_(1, place, -torch.inf)
-        return torch.cat([seen.gather(1, place), seen[:, old:], others], dim=1)[:, None, None]
+        others = seen.scatter(1, place, -torch.inf)[:, :old], seen.new_full((batch, width - old), -torch.inf)
+        return torch.cat([seen.gather(1, place), seen[:, old:].roll(oldest, 1), *others], dim=1).unsqueeze(1)
 
     def end(self) -> None:
         """After a forward: drop what was made for it."""

@@ -22,17 +22,16 @@ class Turn(NamedTuple):
     """The rotation of some tokens.
 
     Attributes:
-        places, signs: [q, q Q^T] is q[places] * signs; [2 * head_dim] each.
-        factors: cos and sin of the tokens as above, [1 or batch, 1, 2, head_dim, tokens].
+        places: [q, q Q^T] is q[places], but for its signs; [2 * head_dim].
+        factors: cos and sin of the tokens as above, with the signs, [1 or batch, 1, 2, head_dim, tokens].
     """
 
     places: torch.Tensor
-    signs: torch.Tensor
     factors: torch.Tensor
 
     def turned(self, query: torch.Tensor) -> torch.Tensor:
         """A query [..., head_dim] as keys that are `applied` meet it: [..., 2 * head_dim]."""
-        return query[..., self.places] * self.signs
+        return query.gather(-1, self.places.expand(*query.shape[:-1], -1))
 
     def applied(self, keys: torch.Tensor, start: int, scratch: Scratch) -> torch.Tensor:
         """Keys [batch, heads, head_dim, tokens] as a turned query meets them: [batch, heads, 2 * head_dim, tokens].
@@ -48,23 +47,21 @@ class Form(NamedTuple):
     """How the rotation of a token is made of its cos and sin; the same for all tokens.
 
     Attributes:
-        places, signs: see `Turn`.
-        columns: which numbers of [cos, sin, 1, 0] the factors of `Turn` are, [2 * head_dim].
+        places, signs: [q, q Q^T] is q[places] * signs; [2 * head_dim] each.
+        columns: which numbers of [cos, sin, 1, 0] the factors of `Turn` are, [2 * head_dim]; None: [cos, sin].
     """
 
     places: torch.Tensor
     signs: torch.Tensor
-    columns: torch.Tensor
+    columns: torch.Tensor | None
 
     def factors(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Those of tokens with cos and sin [1 or batch, tokens, width], as in `Turn`."""
-        one = torch.ones_like(cos[..., :1].mT)
-        numbers = torch.cat([cos.mT, sin.mT, one, 0 * one], dim=1)
-        return numbers.index_select(1, self.columns).unflatten(1, (1, 2, -1))
-
-    def turn(self, factors: torch.Tensor) -> Turn:
-        """With the factors of some tokens, their rotation."""
-        return Turn(self.places, self.signs.to(factors.dtype), factors)
+        numbers = torch.cat([cos.mT, sin.mT], dim=1)
+        if self.columns is not None:
+            one = torch.ones_like(numbers[:, :1])
+            numbers = torch.cat([numbers, one, 0 * one], dim=1).index_select(1, self.columns)
+        return numbers.mul_(self.signs.unsqueeze(1)).unflatten(1, (1, 2, -1))
 
 
 def find_form(rotate: Rotate, cos: torch.Tensor, dim: int) -> Form:
@@ -87,7 +84,9 @@ def find_form(rotate: Rotate, cos: torch.Tensor, dim: int) -> Form:
         moved = (rotate(keys, *rotation)[0, 0] - fixed).abs()
         constant = torch.where(fixed[0] == 1, 2 * width, 2 * width + 1)
         columns.append(torch.where(moved.any(0), moved.argmax(0) + i * width, constant))
-    return Form(places, both.gather(0, places[None])[0], torch.cat(columns))
+    columns = torch.cat(columns)
+    in_order = torch.equal(columns, torch.arange(2 * width, device=columns.device))
+    return Form(places, both.gather(0, places[None])[0], None if in_order else columns)
 
 
 def can_take_apart(rotate: Rotate, rotation: tuple[torch.Tensor, torch.Tensor], dim: int) -> bool:
@@ -96,6 +95,6 @@ def can_take_apart(rotate: Rotate, rotation: tuple[torch.Tensor, torch.Tensor], 
     generator = torch.Generator().manual_seed(0)
     keys, query = (torch.randn(1, 2, cos.shape[1], dim, generator=generator).to(cos.device) for _ in range(2))
     form = find_form(rotate, cos, dim)
-    turn = form.turn(form.factors(cos, sin))
+    turn = Turn(form.places, form.factors(cos, sin))
     got = torch.einsum("bhtd,bhdt->bht", turn.turned(query), turn.applied(keys.mT, 0, Scratch()))
     return torch.allclose(got, (query * rotate(keys, cos, sin)).sum(-1), rtol=1e-3, atol=1e-3)

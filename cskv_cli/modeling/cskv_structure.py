@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import NamedTuple
 
@@ -66,7 +67,12 @@ def cache_name(module: nn.Module) -> str | None:
 def takes(module: nn.Module, name: str) -> bool:
     """Whether the forward of a module, or of the base of a `CSKVAttention`, has an argument of that name."""
     kind = type(module)
-    return name in inspect.signature(getattr(kind, "base", kind).forward).parameters
+    return name in _arguments(getattr(kind, "base", kind))
+
+
+@functools.cache
+def _arguments(kind: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.forward).parameters)
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:

@@ -108,9 +108,10 @@ class CSKVForCausalLM:
         if kwargs.get(CACHE) is None and (model.config.use_cache if wanted is None else wanted):
             kwargs[CACHE] = self._new_cache()
         if isinstance(kwargs.get(CACHE), CSKVCache):
-            asked = kwargs.get("output_attentions")
-            whole = self.config.output_attentions if asked is None else asked
-            kwargs[CACHE].begin(model, kwargs.get("attention_mask"), whole=bool(whole))
+            wanted = kwargs.get("output_attentions")
+            shows = self.config.output_attentions if wanted is None else wanted
+            asked = None if shows else self.config.get_text_config(decoder=True)._attn_implementation
+            kwargs[CACHE].begin(model, kwargs.get("attention_mask"), asked)
         return args, kwargs
 
     def _new_cache(self, **kwargs: Any) -> CSKVCache:

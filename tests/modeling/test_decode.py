@@ -308,10 +308,15 @@ def test_a_cache_made_in_inference_mode_goes_on_outside(steps):
 def test_nothing_old_is_copied_for_a_token():
     model, cache = cskv("Llama", "low"), new_cache(cskv("Llama", "low"))
     decode(model, tokens(1, 100), [92, *[1] * 8], cache)  # room was made
-    stores = [store for layer in cache.layers for store in layer.latents]
-    places = [store.recent.data_ptr() for store in stores]
+
+    def places():
+        return [
+            [layer.exact.data_ptr(), *(store.recent.data_ptr() for store in layer.latents)] for layer in cache.layers
+        ]
+
+    before = places()
     decode(model, tokens(1, 20), [1] * 20, cache)
-    assert [store.recent.data_ptr() for store in stores] == places
+    assert places() == before
 
 
 def test_layers_write_to_the_same_memory_and_give_it_back(monkeypatch, steps):
