@@ -113,14 +113,15 @@ class DecodeStep:
         if self.rotates:
             turn = self.rotary.turn(self.old, attention.form_of, query)
             query = turn.turned(query)
+        plainly = functools.partial(self._scores_by_tile, query, turn)
         if not (attention.plain and self._has_kernel(latents)):
-            return self._scores_by_tile(query, turn)
+            return plainly()
 
         def kernel() -> torch.Tensor:
             by_row, factors = query.unflatten(0, (self.batch, -1)), None if turn is None else turn.factors
             return key_scores(latents, attention.k_up, by_row, factors, self.width).flatten(0, 1)
 
-        return self._fused("keys", query, latents, kernel, lambda: self._scores_by_tile(query, turn))
+        return self._fused("keys", query, latents, kernel, plainly)
 
     def _scores_by_tile(self, query: torch.Tensor, turn: Turn | None) -> torch.Tensor:
         scores = []
@@ -140,16 +141,15 @@ class DecodeStep:
         weight, bias, rank = up.weight, up.bias, latents.rank
         groups = rank // weight.shape[1]
         if latents.packed is None:
-            dtype = self.work if rank * self.width <= SMALL_SUM else self.large
-            context = latents.weighted_sum(heads.to(dtype), groups, self.tile)
-        elif not self._has_kernel(latents):
-            context = latents.weighted_sum(heads, groups, self.tile)
+            heads = heads.to(self.work if rank * self.width <= SMALL_SUM else self.large)
+        plainly = functools.partial(latents.weighted_sum, heads, groups, self.tile)
+        if latents.packed is None or not self._has_kernel(latents):
+            context = plainly()
         else:
 
             def kernel() -> torch.Tensor:
                 return weighted_sum(latents, heads.to(self.large), groups)
 
-            plainly = functools.partial(latents.weighted_sum, heads, groups, self.tile)
             context = self._fused("values", weights, latents, kernel, plainly)
         context = context.to(self.work).view(*weights.shape[:2], -1)
         values = torch.bmm(context, by_block(weight.to(self.work), self.batch, weights.shape[0]).mT)
